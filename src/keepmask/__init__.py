@@ -1,0 +1,63 @@
+"""Sampling-distribution replay for RL on language models: roll out with masks, score on the same support.
+
+Importing keepmask loads no torch; `LLM` and the `replay` package do when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepmask import replay
+    from keepmask.config import EngineConfig
+    from keepmask.errors import BackendError, ConfigError, EngineError, KeepmaskError, MaskError, RequestError
+    from keepmask.llm import LLM
+    from keepmask.mask import SamplingMask
+    from keepmask.outputs import CompletionOutput, RequestOutput
+    from keepmask.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "keepmask.llm",
+    "BackendError": "keepmask.errors",
+    "CompletionOutput": "keepmask.outputs",
+    "ConfigError": "keepmask.errors",
+    "EngineConfig": "keepmask.config",
+    "EngineError": "keepmask.errors",
+    "KeepmaskError": "keepmask.errors",
+    "MaskError": "keepmask.errors",
+    "RequestError": "keepmask.errors",
+    "RequestOutput": "keepmask.outputs",
+    "SamplingMask": "keepmask.mask",
+    "SamplingParams": "keepmask.params",
+}
+
+__all__ = [
+    "LLM",
+    "BackendError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineError",
+    "KeepmaskError",
+    "MaskError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingMask",
+    "SamplingParams",
+    "replay",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "replay":
+        return import_module("keepmask.replay")
+    if name not in _HOME:
+        raise AttributeError(f"module 'keepmask' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
