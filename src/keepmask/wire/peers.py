@@ -1,0 +1,481 @@
+"""Masks and rollouts in the layouts of other engines and trainers.
+
+Every reader refuses malformed input with MaskError, naming the field, and allocates no more than a small multiple of
+what it was given; `max_bytes` bounds the mask it returns. A row of no ids stands for the whole vocabulary, as in
+`SamplingMask`, which is what prime-rl and slime mean by it too. Arrays may be NumPy arrays, lists, or CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from keepmask.errors import MaskError
+from keepmask.mask import SamplingMask
+from keepmask.outputs import FinishReason, Rollout, WeightVersionSpan
+from keepmask.wire.packed import FLOAT32, INT32, check_size, read_array
+
+__all__ = [
+    "from_ids_counts",
+    "from_ids_offsets",
+    "from_sglang",
+    "from_skyrl",
+    "from_skyrl_packed",
+    "from_slime",
+    "from_verifiers",
+    "from_vllm",
+    "rollouts_from_flat",
+    "rollouts_from_sglang",
+    "rollouts_from_vllm",
+    "to_ids_counts",
+    "to_skyrl",
+    "to_slime",
+]
+
+MAX_MASK_BYTES = 256 * 2**20
+"""Default bound on one mask: what the engine itself may return for one request."""
+
+SKYRL_PADDING = -1
+
+_MASS_TOLERANCE = 1e-3  # float32 logprobs of a few thousand ids add up to one well within this
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "error": "error",
+    "tool_calls": "stop",  # a stop whose text parsed as a tool call
+    "repetition": "stop",  # vLLM's repetition detection; stop_reason names it
+}
+
+
+def from_ids_offsets(
+    ids: object, offsets: object, logprobs: object = None, *, max_bytes: int = MAX_MASK_BYTES
+) -> SamplingMask:
+    """CSR with offsets: row t is ids[offsets[t]:offsets[t + 1]], in any order. slime, miles and newer vLLM.
+
+    ids [N] and offsets [T+1] integers; logprobs [N] floats, aligned with ids (miles' support_logprobs), or None.
+    """
+    _both_or_neither("ids", ids, "offsets", offsets)
+    flat, bounds = read_array("ids", ids, INT32, max_bytes), read_array("offsets", offsets, INT32, max_bytes)
+    if not bounds.size or bounds[0] != 0 or bounds[-1] != flat.size or (np.diff(bounds) < 0).any():
+        raise MaskError(
+            f"offsets: must start at 0, not decrease and end at the number of ids, {flat.size}; "
+            f"got {_brief(bounds.tolist())}"
+        )
+    return _mask(flat, bounds.astype(np.int64), logprobs, max_bytes)
+
+
+def from_ids_counts(
+    ids: object,
+    counts: object,
+    logprobs: object = None,
+    *,
+    sampled: ArrayLike | None = None,
+    max_bytes: int = MAX_MASK_BYTES,
+) -> SamplingMask:
+    """CSR with counts: row t is the next counts[t] ids. prime-rl's transport (where arrays are int32 bytes), verifiers.
+
+    sampled: [T] bool, for layouts aligned with a whole branch or sequence: only the rows of sampled tokens are taken,
+    and a row elsewhere that holds ids is refused.
+    """
+    _both_or_neither("ids", ids, "counts", counts)
+    flat, widths = read_array("ids", ids, INT32, max_bytes), read_array("counts", counts, INT32, max_bytes)
+    if (negative := np.flatnonzero(widths < 0)).size:
+        raise MaskError(f"counts: must be >= 0; negative at row {negative[0]}")
+    total = int(widths.sum(dtype=np.int64))
+    if total != flat.size:
+        raise MaskError(f"counts: add up to {total}, but there are {flat.size} ids")
+    mask = _mask(flat, np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), logprobs, max_bytes)
+    if sampled is None:
+        return mask
+    kept = np.asarray(sampled)
+    if kept.shape != widths.shape:
+        raise MaskError(f"sampled: {list(kept.shape)} flags for {widths.size} rows; each row has its flag")
+    kept = kept.astype(np.bool_)
+    if (stray := np.flatnonzero(~kept & (widths > 0))).size:
+        raise MaskError(f"counts: row {stray[0]} holds ids, but its token was not sampled ({stray.size} such rows)")
+    return mask.take(np.flatnonzero(kept))
+
+
+def to_ids_counts(mask: SamplingMask) -> dict[str, NDArray[np.int32]]:
+    """`{"ids": [N] int32, "counts": [T] int32}`, the fields of verifiers' and prime-rl's SamplingMask."""
+    return {"ids": mask.ids, "counts": mask.counts.astype(np.int32)}
+
+
+def from_vllm(sampling_mask: object, logprobs: object = None, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+    """vLLM's `sampling_mask`: nested lists (JSON, or `SamplingMask.token_ids`), or CSR `{token_ids, offsets}`.
+
+    logprobs: `sampling_mask_logprobs`, in the same layout; for the object form its own `logprobs` are used.
+    """
+    if isinstance(sampling_mask, (str, bytes)) or sampling_mask is None:
+        raise MaskError(
+            f"sampling_mask: must be one list of token ids a generated token, got {_brief(sampling_mask)}; "
+            "start vLLM with --return-sampling-mask"
+        )
+    token_ids = _field(sampling_mask, "token_ids")
+    if token_ids is None:
+        token_ids, offsets = sampling_mask, _field(sampling_mask, "offsets")
+    else:
+        offsets = _field(sampling_mask, "offsets")
+        logprobs = _field(sampling_mask, "logprobs") if logprobs is None else logprobs
+    if isinstance(token_ids, Mapping):
+        raise MaskError(f"sampling_mask: needs token_ids, got fields {_brief(sorted(map(str, token_ids)))}")
+    if offsets is not None:
+        return from_ids_offsets(token_ids, offsets, logprobs, max_bytes=max_bytes)
+    return _from_rows("sampling_mask", token_ids, "sampling_mask_logprobs", logprobs, max_bytes)
+
+
+def from_sglang(meta_info: Mapping[str, Any], *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+    """The mask in SGLang's `meta_info`, with logprobs when they were asked for the whole support.
+
+    Reads output_token_sampling_mask, output_token_sampling_mask_length, output_token_sampling_logprobs (floats for
+    sampling_logprobs_mode "selected", rows for "support") and output_token_sampling_mask_logprobs.
+    Refuses a mask from bounded mode with truncated rows (the logprobs are over ids that are not there), and one part
+    of an incremental stream, whose parts have to be joined first.
+    """
+    rows = meta_info.get("output_token_sampling_mask")
+    if rows is None:
+        raise MaskError("output_token_sampling_mask: absent from meta_info; send return_sampling_mask=true")
+    truncated = meta_info.get("output_token_sampling_mask_truncated")
+    cut = np.flatnonzero(np.asarray(truncated if truncated is not None else [], np.bool_))
+    if cut.size:
+        raise MaskError(
+            f"output_token_sampling_mask_truncated: {cut.size} rows were cut to fit, the first at position {cut[0]}; "
+            "a cut support cannot be replayed: use sampling_mask_mode='exact' or raise --sampling-mask-max-tokens"
+        )
+    length = meta_info.get("output_token_sampling_mask_length")
+    if length is not None and isinstance(rows, Sequence) and length != len(rows):
+        raise MaskError(
+            f"output_token_sampling_mask_length: {length}, but there are {len(rows)} rows; "
+            "join the parts of an incremental stream before reading the mask"
+        )
+    logprobs = meta_info.get("output_token_sampling_mask_logprobs")
+    drawn = meta_info.get("output_token_sampling_logprobs")
+    if logprobs is None and isinstance(drawn, Sequence) and drawn and isinstance(drawn[0], Sequence):
+        logprobs = drawn
+    return _from_rows("output_token_sampling_mask", rows, "output_token_sampling_logprobs", logprobs, max_bytes)
+
+
+def from_verifiers(mask: object, *, sampled: ArrayLike | None = None, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+    """verifiers' or prime-rl's SamplingMask: an object or mapping with `ids`, `counts` and maybe `logprobs`.
+
+    Takes the node form (one row a sampled token), the branch form (one row a token of the branch: give `sampled`,
+    the branch's flags), the msgpack form whose arrays are `{"__nd__", dtype, shape, data}`, and prime-rl's bytes.
+    """
+    ids, counts, logprobs = (_field(mask, name) for name in ("ids", "counts", "logprobs"))
+    return from_ids_counts(ids, counts, logprobs, sampled=sampled, max_bytes=max_bytes)
+
+
+def from_slime(sample: object, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+    """The mask of a slime Sample (rollout_top_p_token_ids, rollout_top_p_token_offsets), object or mapping.
+
+    Reads the meta_info form too (top_p_token_ids, top_p_token_offsets, base64 of int32).
+    """
+    for prefix in ("rollout_top_p", "top_p", "top_p_kept"):
+        ids, offsets = _field(sample, f"{prefix}_token_ids"), _field(sample, f"{prefix}_token_offsets")
+        if ids is not None or offsets is not None:
+            _both_or_neither(f"{prefix}_token_ids", ids, f"{prefix}_token_offsets", offsets)
+            return from_ids_offsets(ids, offsets, max_bytes=max_bytes)
+    raise MaskError("rollout_top_p_token_ids, rollout_top_p_token_offsets: absent; this sample carries no mask")
+
+
+def to_slime(mask: SamplingMask) -> dict[str, NDArray[np.int32]]:
+    """`rollout_top_p_token_ids` [N] and `rollout_top_p_token_offsets` [T+1], int32, as in a slime Sample."""
+    return {"rollout_top_p_token_ids": mask.ids, "rollout_top_p_token_offsets": mask.offsets.astype(np.int32)}
+
+
+def from_skyrl(sample_support: object, logprobs: object = None, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+    """SkyRL's `rollout_sample_support`: [T, top_k] int32, each row's ids followed by -1 padding.
+
+    Takes the array and the wire envelope `{data: base64, shape, dtype}`. logprobs: [T, top_k] float32 in the same
+    layout, normalised over the support. A row of nothing but padding is a whole-vocabulary row.
+    """
+    rows = read_array("rollout_sample_support", sample_support, INT32, max_bytes, ndim=2)
+    kept = rows != SKYRL_PADDING
+    if (inner := np.flatnonzero((~kept[:, :-1] & kept[:, 1:]).any(1))).size:
+        raise MaskError(f"rollout_sample_support: padding must come last in a row; it does not in row {inner[0]}")
+    offsets = np.concatenate([[0], np.cumsum(kept.sum(1), dtype=np.int64)])
+    if logprobs is None:
+        return _mask(rows[kept], offsets, None, max_bytes)
+    values = read_array("rollout_sample_support_logprobs", logprobs, FLOAT32, max_bytes, ndim=2)
+    if values.shape != rows.shape:
+        raise MaskError(
+            f"rollout_sample_support_logprobs: shape {list(values.shape)} for ids of shape {list(rows.shape)}"
+        )
+    return _mask(rows[kept], offsets, values[kept], max_bytes)
+
+
+def from_skyrl_packed(
+    values: object, cu_seqlens: object, row_offsets: object = None, *, max_bytes: int = MAX_MASK_BYTES
+) -> list[SamplingMask]:
+    """SkyRL's packed trainer fields, one mask a trajectory.
+
+    PackedTensor: values [sum T, top_k] padded with -1, cu_seqlens [B+1] in rows. PackedRaggedTensor: values [N],
+    row_offsets [sum T + 1], cu_seqlens [B+1] in rows.
+    """
+    if row_offsets is None:
+        whole = from_skyrl(values, max_bytes=max_bytes)
+    else:
+        whole = from_ids_offsets(values, row_offsets, max_bytes=max_bytes)
+    bounds = read_array("cu_seqlens", cu_seqlens, INT32, max_bytes)
+    if not bounds.size or bounds[0] != 0 or bounds[-1] != len(whole) or (np.diff(bounds) < 0).any():
+        raise MaskError(
+            f"cu_seqlens: must start at 0, not decrease and end at the number of rows, {len(whole)}; "
+            f"got {_brief(bounds.tolist())}"
+        )
+    return [whole[start:stop] for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+
+
+def to_skyrl(mask: SamplingMask, top_k: int | None = None) -> NDArray[np.int32]:
+    """[T, top_k] int32, each row's ids followed by -1; top_k defaults to the widest row. Refuses wider rows."""
+    counts = mask.counts
+    widest = int(counts.max(initial=0))
+    width = widest if top_k is None else top_k
+    if widest > width:
+        raise MaskError(f"top_k={width}: the widest row holds {widest} ids; ties at the cut may exceed the sampler's")
+    rows = np.full((len(mask), width), SKYRL_PADDING, np.int32)
+    rows[np.arange(width) < counts[:, None]] = mask.ids
+    return rows
+
+
+def rollouts_from_vllm(
+    response: Mapping[str, Any],
+    *,
+    prompt_token_ids: ArrayLike | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    max_bytes: int = MAX_MASK_BYTES,
+) -> list[Rollout]:
+    """One `Rollout` a choice of a vLLM `/inference/v1/generate` answer.
+
+    prompt_token_ids: the request's; by default what the answer repeats. sampling_params: the request's, with the
+    server's own defaults filled in (a server may take a temperature from the model's generation config).
+    """
+    prompt = response.get("prompt_token_ids") if prompt_token_ids is None else prompt_token_ids
+    if prompt is None:
+        raise MaskError("prompt_token_ids: not in the answer; pass the ids that were sent")
+    rollouts = []
+    for index, choice in enumerate(response.get("choices") or []):
+        token_ids = read_array(f"choices[{index}].token_ids", choice.get("token_ids"), INT32, max_bytes)
+        mask = choice.get("sampling_mask")
+        rollouts.append(
+            Rollout(
+                prompt_token_ids=read_array("prompt_token_ids", prompt, INT32, max_bytes),
+                token_ids=token_ids,
+                sampling_mask=None
+                if mask is None
+                else from_vllm(mask, choice.get("sampling_mask_logprobs"), max_bytes=max_bytes),
+                logprobs=_vllm_logprobs(index, choice, token_ids),
+                sampling_params=dict(sampling_params or {}),
+                request_id=str(response.get("request_id") or ""),
+                completion_index=int(choice.get("index", index)),
+                text=str(choice.get("text") or ""),
+                finish_reason=_finish_reason(choice.get("finish_reason")),
+                stop_reason=choice.get("stop_reason"),
+                weight_versions=_spans(choice.get("weight_versions")),
+            )
+        )
+    return rollouts
+
+
+def rollouts_from_sglang(
+    response: Mapping[str, Any],
+    *,
+    prompt_token_ids: ArrayLike,
+    sampling_params: Mapping[str, Any] | None = None,
+    max_bytes: int = MAX_MASK_BYTES,
+) -> list[Rollout]:
+    """The `Rollout` of one SGLang `/generate` answer (`output_ids`, `meta_info`), as a list of one.
+
+    SGLang's repetition penalty looks at the output only and comes after the other penalties, unlike vLLM's, whose
+    order replay follows: a request with one is refused.
+    """
+    params = dict(sampling_params or {})
+    if params.get("repetition_penalty", 1.0) != 1.0:
+        raise MaskError(
+            f"repetition_penalty={params['repetition_penalty']}: SGLang's counts the output only, which cannot be "
+            "replayed as vLLM's; use frequency_penalty or presence_penalty"
+        )
+    meta = response.get("meta_info") or {}
+    token_ids = read_array("output_ids", response.get("output_ids"), INT32, max_bytes)
+    mask = from_sglang(meta, max_bytes=max_bytes)
+    reason = meta.get("finish_reason") or {}
+    return [
+        Rollout(
+            prompt_token_ids=read_array("prompt_token_ids", prompt_token_ids, INT32, max_bytes),
+            token_ids=token_ids,
+            sampling_mask=mask,
+            logprobs=_sglang_logprobs(meta, mask, token_ids),
+            sampling_params=params,
+            request_id=str(meta.get("id") or ""),
+            text=str(response.get("text") or ""),
+            finish_reason=_finish_reason(reason.get("type")),
+            stop_reason=reason.get("matched"),
+            weight_versions=_spans(meta.get("weight_versions")),
+        )
+    ]
+
+
+def rollouts_from_flat(
+    token_ids: object,
+    sampled: ArrayLike,
+    mask: SamplingMask | None = None,
+    *,
+    logprobs: object = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    request_id: str = "",
+    max_bytes: int = MAX_MASK_BYTES,
+) -> list[Rollout]:
+    """The turns of a flat sequence, one `Rollout` a run of sampled tokens, each with all before it as its prompt.
+
+    token_ids: [T], prompt, generated and tool tokens (verifiers' Branch.token_ids, slime's and miles' Sample.tokens).
+    sampled: [T] flags of the tokens the policy drew. mask: one row a sampled token. logprobs: one a sampled token.
+    """
+    tokens = read_array("token_ids", token_ids, INT32, max_bytes)
+    flags = np.asarray(sampled)
+    if flags.shape != tokens.shape:
+        raise MaskError(f"sampled: {list(flags.shape)} flags for {tokens.size} tokens; each token has its flag")
+    flags = flags.astype(np.bool_)
+    num_sampled = int(flags.sum())
+    values = None if logprobs is None else _floats("logprobs", logprobs)
+    for name, value in (("mask", mask), ("logprobs", values)):
+        if value is not None and len(value) != num_sampled:
+            raise MaskError(f"{name}: {len(value)} rows for {num_sampled} sampled tokens")
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags, [0]])))
+    drawn = np.concatenate([[0], np.cumsum(flags)])
+    return [
+        Rollout(
+            prompt_token_ids=tokens[:start],
+            token_ids=tokens[start:stop],
+            sampling_mask=None if mask is None else mask[drawn[start] : drawn[stop]],
+            logprobs=None if values is None else values[drawn[start] : drawn[stop]],
+            sampling_params=dict(sampling_params or {}),
+            request_id=request_id,
+            completion_index=turn,
+        )
+        for turn, (start, stop) in enumerate(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    ]
+
+
+def _vllm_logprobs(index: int, choice: Mapping[str, Any], token_ids: NDArray[Any]) -> NDArray[np.float32] | None:
+    content = (choice.get("logprobs") or {}).get("content")
+    if content is None:
+        return None
+    if len(content) != token_ids.size:
+        raise MaskError(f"choices[{index}].logprobs: {len(content)} entries for {token_ids.size} tokens")
+    for position, (entry, token_id) in enumerate(zip(content, token_ids.tolist(), strict=True)):
+        named = entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:"))
+        if str(named).isdecimal() and int(named) != token_id:
+            raise MaskError(f"choices[{index}].logprobs: position {position} is of token {named}, not {token_id}")
+    return _floats(f"choices[{index}].logprobs", [entry.get("logprob") for entry in content])
+
+
+def _sglang_logprobs(
+    meta: Mapping[str, Any], mask: SamplingMask, token_ids: NDArray[Any]
+) -> NDArray[np.float32] | None:
+    drawn = meta.get("output_token_sampling_logprobs")
+    if drawn is None:
+        return None
+    if len(drawn) != token_ids.size or len(mask) != token_ids.size:
+        raise MaskError(
+            f"output_token_sampling_logprobs: {len(drawn)} entries and {len(mask)} rows for {token_ids.size} tokens"
+        )
+    if mask.logprobs is None or not isinstance(drawn[0], Sequence):
+        return _floats("output_token_sampling_logprobs", drawn)
+    if (outside := np.flatnonzero(~mask.contains(token_ids))).size:
+        raise MaskError(f"output_token_sampling_mask: the drawn token is outside its row at position {outside[0]}")
+    at_row = np.repeat(np.arange(len(mask)), mask.counts)
+    return np.asarray(mask.logprobs[mask.ids == token_ids[at_row]], np.float32)
+
+
+def _from_rows(name: str, rows: object, logprobs_name: str, logprobs: object, max_bytes: int) -> SamplingMask:
+    """The mask of nested lists, checked for size before any array is made."""
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
+        raise MaskError(f"{name}: must be one list of token ids a generated token, got {_brief(rows)}")
+    for t, row in enumerate(rows):
+        if not isinstance(row, (Sequence, np.ndarray)) or isinstance(row, (str, bytes)):
+            raise MaskError(f"{name}: row {t} must be a list of token ids, got {_brief(row)}")
+    check_size(name, sum(len(row) for row in rows), max_bytes)
+    if logprobs is not None and not (isinstance(logprobs, Sequence) and len(logprobs) == len(rows)):
+        raise MaskError(f"{logprobs_name}: needs one row for each of the {len(rows)} rows of ids")
+    try:
+        mask = SamplingMask.from_lists(rows, logprobs)
+    except MaskError as error:
+        raise MaskError(f"{name}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MaskError(f"{name}: rows must be flat lists of integers, and logprobs of numbers ({error})") from None
+    return _checked(mask)
+
+
+def _mask(ids: NDArray[Any], offsets: NDArray[np.int64], logprobs: object, max_bytes: int) -> SamplingMask:
+    """The mask of CSR arrays whose rows may come in any order."""
+    rows = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+    order = np.lexsort((ids, rows))
+    if logprobs is None:
+        return SamplingMask(ids[order], offsets)
+    values = read_array("logprobs", logprobs, FLOAT32, max_bytes)
+    if values.size != ids.size:
+        raise MaskError(f"logprobs: {values.size} values for {ids.size} ids; each id has its log-probability")
+    return _checked(SamplingMask(ids[order], offsets, values[order]))
+
+
+def _checked(mask: SamplingMask) -> SamplingMask:
+    """Refuses logprobs that are not those of a distribution over each row."""
+    if mask.logprobs is None:
+        return mask
+    with np.errstate(over="ignore"):
+        weights = np.exp(mask.logprobs.astype(np.float64))
+    rows = np.repeat(np.arange(len(mask)), mask.counts)
+    mass = np.bincount(rows, weights, minlength=len(mask))
+    off = np.flatnonzero((mask.counts > 0) & ~(np.abs(mass - 1) <= _MASS_TOLERANCE))
+    if off.size:
+        raise MaskError(
+            f"logprobs: the probabilities of row {off[0]} add up to {mass[off[0]]:.4g} ({off.size} such rows); "
+            "they must be over the support, renormalised, and add up to 1"
+        )
+    return mask
+
+
+def _floats(name: str, values: object) -> NDArray[np.float32]:
+    try:
+        array = np.asarray(values, np.float32)
+    except (TypeError, ValueError) as error:
+        raise MaskError(f"{name}: needs one number a token ({error})") from None
+    if array.ndim != 1 or not np.isfinite(array).all():
+        raise MaskError(f"{name}: needs one finite number a token")
+    return array
+
+
+def _both_or_neither(first: str, a: object, second: str, b: object) -> None:
+    if a is None or b is None:
+        raise MaskError(f"{first if a is None else second}: absent; {first} and {second} belong together")
+
+
+def _field(holder: object, name: str) -> Any:
+    """A field of a mapping or an attribute of an object; None where it has none."""
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def _finish_reason(reason: object) -> FinishReason | None:
+    if reason is None:
+        return None
+    if reason not in _FINISH_REASONS:
+        raise MaskError(f"finish_reason={_brief(reason)}: known are {', '.join(_FINISH_REASONS)}")
+    return _FINISH_REASONS[str(reason)]
+
+
+def _spans(spans: object) -> tuple[WeightVersionSpan, ...]:
+    try:
+        return tuple(
+            WeightVersionSpan(int(_field(span, "start")), int(_field(span, "end")), str(_field(span, "version")))
+            for span in (spans or ())  # type: ignore[attr-defined]
+        )
+    except TypeError as error:
+        raise MaskError(f"weight_versions: each span has start, end and version ({error})") from None
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
