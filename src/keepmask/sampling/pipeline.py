@@ -1,0 +1,158 @@
+"""`Sampler`: from the head's logits to drawn tokens, their supports and their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepmask.errors import ConfigError, RequestError
+from keepmask.params import SamplingParams
+from keepmask.sampling.batch import BatchCache
+from keepmask.sampling.capture import PendingMask, pack_ids
+from keepmask.sampling.checks import check_params, check_token_ids
+from keepmask.sampling.drawn import Drawn
+from keepmask.sampling.head import Head
+from keepmask.sampling.logprobs import BatchLogprobs
+from keepmask.sampling.reference import draw_reference
+from keepmask.sampling.row import SamplingRow
+from keepmask.sampling.spec import SamplerSpec
+
+__all__ = ["SampledBatch", "Sampler"]
+
+Implementation = Literal["auto", "reference", "fast"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """One token for each of B rows, on the host."""
+
+    token_ids: NDArray[np.int64]
+    """[B]; -1 where the row failed."""
+    errors: dict[int, RequestError]
+    """Why, by row index. The other rows are as if the failed ones had not been there."""
+    logprobs: BatchLogprobs
+    """Of rows whose params ask for them."""
+    mask: PendingMask | None
+    """Supports of rows that return them; None where no row does."""
+
+
+class Sampler:
+    """Draws one token a row, and keeps the support each was drawn from.
+
+    The draw of a row depends on its logits, parameters, history, seed and completion index alone: not on the other
+    rows, the implementation, or whether the mask is returned.
+
+    impl: "reference" works on all of V by definition; "fast" selects candidates first; "auto" is "fast" where there is
+    a fast form for the device. Both draw the same tokens from the same supports.
+    """
+
+    def __init__(self, spec: SamplerSpec, *, impl: Implementation = "auto") -> None:
+        if impl not in ("auto", "reference", "fast"):
+            raise ConfigError(f"impl={impl!r}: must be 'auto', 'reference' or 'fast'")
+        self.spec = spec
+        self.impl = impl
+        self._cache = BatchCache()
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError naming field, rule and remedy, if a request with these params cannot be served."""
+        check_params(params, self.spec)
+
+    def open_row(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int],
+        seed: int,
+        completion_index: int,
+        bad_words_token_ids: Sequence[Sequence[int]] = (),
+    ) -> SamplingRow:
+        """Begin a completion. bad_words_token_ids: the params' bad words as the engine's tokenizer spells them.
+
+        Raises RequestError for ids outside the vocabulary.
+        """
+        check_token_ids("prompt_token_ids", prompt_token_ids, self.spec.vocab_size)
+        for word in bad_words_token_ids:
+            check_token_ids("bad_words", word, self.spec.vocab_size)
+        return SamplingRow(
+            params,
+            self.spec,
+            prompt_token_ids=prompt_token_ids,
+            seed=seed,
+            completion_index=completion_index,
+            bad_words_token_ids=bad_words_token_ids,
+        )
+
+    def sample(self, head: Head, rows: Sequence[SamplingRow]) -> SampledBatch:
+        """Draw the next token of each row. head: logits [B, V] of these rows. Appends nothing.
+
+        A row that cannot be drawn from has its error in the result; nothing is raised for it.
+        """
+        assert head.logits.shape == (len(rows), self.spec.vocab_size)
+        if not rows:
+            return SampledBatch(np.zeros(0, np.int64), {}, BatchLogprobs({}), None)
+        params = self._cache.params(rows, head.logits.device)
+        drawn = draw_reference(head, rows, self.spec, params)
+        self._check_membership(drawn, rows)
+        self._charge_masks(drawn, rows)
+        failed = list(drawn.errors)
+        drawn.token_ids[failed] = -1
+        for b in failed:
+            drawn.entries.pop(b, None)
+        return SampledBatch(drawn.token_ids, drawn.errors, BatchLogprobs(drawn.entries), self._capture(drawn, rows))
+
+    def _check_membership(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> None:
+        """Fail rows whose support is empty or does not hold the drawn id."""
+        inside = (drawn.ids == drawn.token_ids[:, None]).any(1) | (drawn.counts == 0)
+        inside &= drawn.token_ids >= 0
+        for b, wide in drawn.wide.items():
+            at = np.searchsorted(wide.ids, drawn.token_ids[b])
+            inside[b] = at < wide.ids.size and wide.ids[at] == drawn.token_ids[b]
+        for b in np.flatnonzero(~inside).tolist():
+            position = rows[b].num_output_tokens
+            if drawn.token_ids[b] < 0:
+                message = (
+                    f"no token is left to draw at output position {position}: the bans leave nothing of the "
+                    "vocabulary; relax allowed_token_ids, bad_words, min_tokens or the logits processors"
+                )
+            else:
+                message = (
+                    f"token {drawn.token_ids[b]} drawn at output position {position} is outside its support; "
+                    "this is a fault of the sampler, please report it"
+                )
+            drawn.errors.setdefault(b, RequestError(message))
+
+    def _charge_masks(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> None:
+        """Hold each returned row against its request's byte budget."""
+        for b, row in enumerate(rows):
+            if not row.returns_mask:
+                continue
+            size = int(drawn.counts[b]) * (8 if row.returns_mask_logprobs else 4)
+            row.mask_bytes_pending = size
+            if row.mask_bytes + size > row.max_mask_bytes:
+                error = RequestError(
+                    f"sampling mask of {row.mask_bytes + size} bytes at output position {row.num_output_tokens}: over "
+                    f"the {row.max_mask_bytes} bytes a completion of this request may use; truncate with top_k, top_p "
+                    "or min_p, ask for fewer tokens, or raise max_mask_bytes_per_request",
+                    param="return_sampling_mask",
+                )
+                drawn.errors.setdefault(b, error)
+
+    def _capture(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> PendingMask | None:
+        captured = [b for b, row in enumerate(rows) if row.returns_mask and b not in drawn.errors]
+        if not captured:
+            return None
+        wide = {b: drawn.wide[b] for b in captured if b in drawn.wide}
+        return PendingMask(
+            captured,
+            drawn.ids[captured],
+            drawn.counts[captured],
+            drawn.logprobs[captured],
+            {b: pack_ids(support.ids, self.spec.vocab_size) for b, support in wide.items()},
+            {b: support.logprobs for b, support in wide.items() if rows[b].returns_mask_logprobs},
+            has_logprobs=[rows[b].returns_mask_logprobs for b in captured],
+            vocab_size=self.spec.vocab_size,
+        )
