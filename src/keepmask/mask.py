@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from keepmask.errors import MaskError
 __all__ = ["SamplingMask"]
 
 _MAX_LISTED = 8  # offending rows named in one error; the rest are counted
+_ID_LIMIT = 2**31  # ids are int32
 
 
 class SamplingMask:
@@ -24,7 +26,9 @@ class SamplingMask:
     ids: [N] int32. offsets: [T+1] int64. logprobs: [N] float32, in nats, or None: log-probability of each id under
     the distribution the draw used, in the order of `ids`.
 
-    The arrays are checked at construction and read-only afterwards. Raises MaskError naming the offending rows.
+    The arrays are checked at construction and read-only afterwards: an array that is read-only and of the right type
+    is shared, any other is copied, so the mask never changes with the caller's. Raises MaskError naming the offending
+    rows.
     """
 
     __slots__ = ("ids", "logprobs", "offsets")
@@ -34,10 +38,12 @@ class SamplingMask:
     logprobs: NDArray[np.float32] | None
 
     def __init__(self, ids: ArrayLike, offsets: ArrayLike, logprobs: ArrayLike | None = None) -> None:
-        self.ids = _frozen(ids, np.int32, "ids")
-        self.offsets = _frozen(offsets, np.int64, "offsets")
-        self.logprobs = None if logprobs is None else _frozen(logprobs, np.float32, "logprobs")
-        self._check()
+        given_ids, given_offsets = _integers("ids", ids), _integers("offsets", offsets)
+        _check_offsets(given_offsets, given_ids.size)
+        self.offsets = _frozen(given_offsets, np.int64)
+        self._check_ids(given_ids)
+        self.ids = _frozen(given_ids, np.int32)
+        self.logprobs = None if logprobs is None else self._checked_logprobs(logprobs)
 
     @classmethod
     def from_lists(
@@ -47,24 +53,26 @@ class SamplingMask:
 
         Raises MaskError for an id given twice in a row, a negative id, or logprobs of other lengths than the ids.
         """
-        rows = [_row(t, row) for t, row in enumerate(token_ids)]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([row.size for row in rows], out=offsets[1:])
-        ids = np.concatenate(rows) if offsets[-1] else np.zeros(0, np.int64)
-        order = np.lexsort((ids, np.repeat(np.arange(len(rows)), np.diff(offsets))))
-        if logprobs is None:
-            return cls(ids[order], offsets)
-        values = [np.asarray(row, np.float32) for row in logprobs]
-        lengths = [value.shape for value in values]
-        if lengths != [row.shape for row in rows]:
-            raise MaskError("logprobs: needs one value for each id of each row; got rows of other lengths")
-        flat = np.concatenate(values) if offsets[-1] else np.zeros(0, np.float32)
-        return cls(ids[order], offsets, flat[order])
+        ids, counts = _flattened("row", list(token_ids), np.int64)
+        values = None
+        if logprobs is not None:
+            values, value_counts = _flattened("logprobs row", list(logprobs), np.float64)
+            _check_paired(counts, value_counts)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        row_of_id = np.repeat(np.arange(counts.size), counts)
+        if ((np.diff(ids) < 0) & (np.diff(row_of_id) == 0)).any():
+            order = np.lexsort((ids, row_of_id))
+            ids, values = ids[order], None if values is None else values[order]
+        return cls(ids, offsets, values)
 
     @classmethod
     def concat(cls, masks: Iterable[SamplingMask]) -> SamplingMask:
-        """The rows of all masks, one after the other. Raises MaskError when only some of them carry logprobs."""
-        parts = list(masks)
+        """The rows of all masks, one after the other; masks without rows add nothing.
+
+        Raises MaskError when only some of the others carry logprobs.
+        """
+        given = list(masks)
+        parts = [mask for mask in given if len(mask)] or given[:1]
         if not parts:
             return cls([], [0])
         starts = np.cumsum([0] + [part.ids.size for part in parts])
@@ -83,6 +91,10 @@ class SamplingMask:
 
     def __getitem__(self, rows: slice) -> SamplingMask:
         """The mask of a contiguous run of rows (step 1)."""
+        if not isinstance(rows, slice):
+            raise TypeError(
+                f"mask[{rows!r}]: a mask is cut by slices, mask[a:b]; use mask.row(t) for the ids of one row"
+            )
         start, stop, step = rows.indices(len(self))
         if step != 1:
             raise MaskError(f"slice step {step}: rows are taken with step 1; use `take` for any other selection")
@@ -93,9 +105,10 @@ class SamplingMask:
 
     def take(self, rows: ArrayLike) -> SamplingMask:
         """The mask made of these rows, in this order."""
-        index = np.asarray(rows, np.int64).reshape(-1)
+        index = _integers("take", rows)
         if index.size and (index.min() < 0 or index.max() >= len(self)):
             raise MaskError(f"take: row numbers must be in [0, {len(self)}), got {index.min()}..{index.max()}")
+        index = index.astype(np.int64)
         counts = self.counts[index]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         flat = np.repeat(self.offsets[index] - offsets[:-1], counts) + np.arange(offsets[-1])
@@ -113,20 +126,19 @@ class SamplingMask:
 
     def contains(self, token_ids: ArrayLike) -> NDArray[np.bool_]:
         """[T] bool: whether token t is in its own row. A whole-vocabulary row holds every id >= 0."""
-        tokens = np.asarray(token_ids, np.int64).reshape(-1)
+        tokens = _integers("contains", token_ids)
         if tokens.size != len(self):
             raise MaskError(f"contains: {tokens.size} tokens for {len(self)} rows; each token has its row")
-        if not tokens.size:
-            return np.zeros(0, np.bool_)
         counts = self.counts
-        # Rows are ascending, so (row, id) keys ascend over the whole mask; 2**31 bounds an id.
-        keys = np.repeat(np.arange(len(self)) << 31, counts) + self.ids
-        wanted = (np.arange(len(self)) << 31) + np.clip(tokens, 0, 2**31 - 1)
+        possible = (tokens >= 0) & (tokens < _ID_LIMIT)
+        # Rows are ascending, so (row, id) keys ascend over the whole mask.
+        first_key = np.arange(len(self)) * _ID_LIMIT
+        keys = np.repeat(first_key, counts) + self.ids
+        wanted = first_key + np.where(possible, tokens, 0).astype(np.int64)
         at = np.searchsorted(keys, wanted)
-        found = np.zeros(tokens.size, np.bool_)
-        inside = at < keys.size
-        found[inside] = keys[at[inside]] == wanted[inside]
-        return (found | (counts == 0)) & (tokens >= 0)
+        found: NDArray[np.bool_] = possible & (np.append(keys, -1)[at] == wanted)
+        whole: NDArray[np.bool_] = (counts == 0) & (tokens >= 0)
+        return found | whole
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -156,6 +168,9 @@ class SamplingMask:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[type[SamplingMask], tuple[Any, ...]]:
+        return type(self), (self.ids, self.offsets, self.logprobs)  # a copy is checked and read-only too
+
     def __repr__(self) -> str:
         extra = ", with logprobs" if self.logprobs is not None else ""
         return f"SamplingMask({len(self)} rows, {self.ids.size} ids{extra})"
@@ -166,56 +181,114 @@ class SamplingMask:
         t %= len(self)
         return int(self.offsets[t]), int(self.offsets[t + 1])
 
-    def _check(self) -> None:
-        ids, offsets = self.ids, self.offsets
-        if not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
+    def _check_ids(self, ids: NDArray[np.integer[Any]]) -> None:
+        if (outside := np.flatnonzero((ids < 0) | (ids >= _ID_LIMIT))).size:
             raise MaskError(
-                f"offsets: must start at 0 and end at the number of ids, {ids.size}; "
-                f"got {_brief(offsets.tolist()) if offsets.size else 'none'}"
+                f"ids: must be in [0, {_ID_LIMIT}); {ids[outside[0]]} is not, in {_listed(self._rows_of(outside))}"
             )
-        if (falling := np.flatnonzero(np.diff(offsets) < 0)).size:
-            raise MaskError(f"offsets: must not decrease; they do at {_listed(falling)}")
-        if self.logprobs is not None and self.logprobs.size != ids.size:
-            raise MaskError(
-                f"logprobs: {self.logprobs.size} values for {ids.size} ids; each id has its log-probability"
-            )
-        if (negative := np.flatnonzero(ids < 0)).size:
-            raise MaskError(f"ids: must be >= 0; negative in {_listed(self._rows_of(negative))}")
-        falls = np.flatnonzero(np.diff(ids) <= 0) + 1
-        if (inside := falls[~np.isin(falls, offsets)]).size:
+        falls = ids[1:] <= ids[:-1]
+        starts = self.offsets[(self.offsets > 0) & (self.offsets < ids.size)]
+        falls[starts - 1] = False  # between two rows
+        if (inside := np.flatnonzero(falls) + 1).size:
             raise MaskError(
                 f"ids: must ascend without repeats within a row; they do not in {_listed(self._rows_of(inside))}"
             )
+
+    def _checked_logprobs(self, logprobs: ArrayLike) -> NDArray[np.float32]:
+        given = _array("logprobs", logprobs)
+        if given.size and given.dtype.kind not in "fiu":
+            raise MaskError(f"logprobs: must be numbers, got {given.dtype}")
+        if given.size != self.ids.size:
+            raise MaskError(f"logprobs: {given.size} values for {self.ids.size} ids; each id has its log-probability")
+        with np.errstate(over="ignore"):
+            values = _frozen(given, np.float32)
+        if (bad := np.flatnonzero(~np.isfinite(values))).size:
+            raise MaskError(
+                f"logprobs: must be finite float32; {given[bad[0]]} is not, in {_listed(self._rows_of(bad))}"
+            )
+        return values
 
     def _rows_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.unique(np.searchsorted(self.offsets, positions, side="right") - 1)
 
 
-def _row(t: int, values: Sequence[int]) -> NDArray[np.integer[Any]]:
-    row = np.asarray(values)
-    if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
-        raise MaskError(f"row {t}: a row is a flat list of integer token ids, got {_brief(row.tolist())}")
-    return row if row.size else np.zeros(0, np.int64)
+def _flattened(
+    name: str, rows: list[Sequence[Any]], dtype: type[np.int64] | type[np.float64]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """All values of the rows in one array of `dtype`, and the length of each row."""
+    plain = {int} if dtype is np.int64 else {int, float}
+    if set(map(type, rows)) <= {list, tuple}:
+        values = list(chain.from_iterable(rows))
+        if set(map(type, values)) <= plain:
+            try:
+                return np.array(values, dtype), np.fromiter(map(len, rows), np.int64, len(rows))
+            except OverflowError:
+                pass  # row by row below, which names the row
+    arrays = [_row(f"{name} {t}", row, dtype) for t, row in enumerate(rows)]
+    counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
+    return np.concatenate([np.zeros(0, dtype), *arrays]), counts
 
 
-def _frozen(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:
-    """A read-only flat array of `dtype` with the same values; refuses values the dtype cannot hold."""
-    array = np.asarray(values)
+def _row(name: str, values: Sequence[Any], dtype: type[np.int64] | type[np.float64]) -> NDArray[Any]:
+    row = _array(name, values)
+    kinds, of_what = ("iu", "integer token ids") if dtype is np.int64 else ("fiu", "numbers")
+    if row.size and row.dtype.kind not in kinds:
+        raise MaskError(f"{name}: must be a flat list of {of_what}, got {_brief(row.tolist())}")
+    if row.size and row.dtype.kind == "u" and row.max() >= _ID_LIMIT:
+        raise MaskError(
+            f"{name}: ids must be in [0, {_ID_LIMIT}), got {row.max()}"
+        )  # int64 could not hold all of uint64
+    return row.astype(dtype)
+
+
+def _check_offsets(offsets: NDArray[np.integer[Any]], num_ids: int) -> None:
+    if not offsets.size:
+        raise MaskError("offsets: must hold 0 and the end of each row, got none")
+    if offsets[0] != 0 or offsets[-1] != num_ids:
+        raise MaskError(
+            f"offsets: must start at 0 and end at the number of ids, {num_ids}; "
+            f"they run from {offsets[0]} to {offsets[-1]}"
+        )
+    # Compared, not subtracted: a difference can overflow and look positive.
+    if (falling := np.flatnonzero(offsets[1:] < offsets[:-1])).size:
+        raise MaskError(f"offsets: must not decrease; they do at {_listed(falling)}")
+
+
+def _check_paired(counts: NDArray[np.int64], value_counts: NDArray[np.int64]) -> None:
+    if value_counts.size != counts.size:
+        raise MaskError(f"logprobs: {value_counts.size} rows for {counts.size} rows of ids; each row has its own")
+    if (unequal := np.flatnonzero(counts != value_counts)).size:
+        t = unequal[0]
+        raise MaskError(
+            f"logprobs: {value_counts[t]} values for {counts[t]} ids; each id has its log-probability; "
+            f"counts differ in {_listed(unequal)}"
+        )
+
+
+def _array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise MaskError(f"{name}: must be flat, got {_brief(values)}") from error
     if array.ndim != 1:
-        raise MaskError(f"{name}: must be one flat array, got {array.ndim} dimensions")
+        raise MaskError(f"{name}: must be flat, got {array.ndim} dimensions")
+    return array
+
+
+def _integers(name: str, values: ArrayLike) -> NDArray[np.integer[Any]]:
+    array = _array(name, values)
     if not array.size:
-        array = array.astype(dtype)
-    if np.issubdtype(dtype, np.integer) and array.size:
-        if array.dtype.kind not in "iu":
-            raise MaskError(f"{name}: must be integers, got {array.dtype}")
-        limit = np.iinfo(dtype).max
-        if array.dtype.itemsize >= np.dtype(dtype).itemsize and (array.max() > limit or array.min() < -limit):
-            raise MaskError(f"{name}: values must fit in {np.dtype(dtype)}, got {array.min()}..{array.max()}")
-    converted = np.ascontiguousarray(array, dtype)
-    if converted is values or converted.base is not None:
-        converted = converted.view()
-    converted.flags.writeable = False
-    return converted
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise MaskError(f"{name}: must be integers, got {array.dtype}")
+    return array
+
+
+def _frozen(array: NDArray[Any], dtype: type[np.int32] | type[np.int64] | type[np.float32]) -> NDArray[Any]:
+    """A read-only contiguous array of `dtype`: the same one if it is that already, else a copy."""
+    frozen = array.astype(dtype, order="C", copy=array.flags.writeable)
+    frozen.flags.writeable = False
+    return frozen
 
 
 def _listed(rows: NDArray[np.int64]) -> str:
