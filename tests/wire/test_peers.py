@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from keepmask import MaskError, SamplingMask
 from keepmask.wire import peers
+from keepmask.wire.limits import Limits
 
 ROWS = [[187, 326], [42], [5, 9, 11]]
-LOGPROBS = [[np.log(0.25), np.log(0.75)], [0.0], [np.log(0.5), np.log(0.25), np.log(0.25)]]
+LOGPROBS = [[math.log(0.25), math.log(0.75)], [0.0], [math.log(0.5), math.log(0.25), math.log(0.25)]]
 MASK = SamplingMask.from_lists(ROWS)
 MASK_WITH_LOGPROBS = SamplingMask.from_lists(ROWS, LOGPROBS)
 
@@ -52,14 +54,14 @@ def test_vllm_mask_logprobs_follow_their_ids():
     [
         (None, "sampling_mask: .*--return-sampling-mask"),
         ("[[1]]", "sampling_mask: must be one list"),
-        ([[1], 2], "sampling_mask: row 1 must be a list"),
-        ([[1], "2"], "sampling_mask: row 1 must be a list"),
+        ([[1], 2], "sampling_mask: each row must be a list, got 2"),
+        ([[1], "2"], "sampling_mask: each row must be a list, got '2'"),
         ([[1, 1]], "sampling_mask: .*row 0"),
         ([[0, 5, 0, 0]], "sampling_mask: .*row 0"),  # padded with zeros next to a real id 0
         ([[-1, 3]], "sampling_mask: .*row 0"),
-        ([[1.5]], "sampling_mask: row 0"),
-        ([[True]], "sampling_mask: row 0"),
-        ([[[1]]], "sampling_mask: row 0"),
+        ([[1.5]], "sampling_mask: ids must be integers, got 1.5"),
+        ([[True]], "sampling_mask: ids must be integers, got True"),
+        ([[[1]]], "sampling_mask: ids must be integers"),
         ([[1, [2]]], "sampling_mask: "),
         ([[2**40]], "sampling_mask: "),
         ([[2**70]], "sampling_mask: "),
@@ -83,9 +85,9 @@ def test_logprobs_of_another_shape_than_the_ids_are_refused(logprobs):
 
 def test_logprobs_that_are_not_over_the_support_are_refused():
     with pytest.raises(MaskError, match=r"probabilities of row 0 add up to 0\.5"):
-        peers.from_vllm([[1, 2]], [[np.log(0.25), np.log(0.25)]])
-    with pytest.raises(MaskError, match="row 0"):
-        peers.from_vllm([[1, 2]], [[np.nan, 0.0]])
+        peers.from_vllm([[1, 2]], [[math.log(0.25), math.log(0.25)]])
+    with pytest.raises(MaskError, match="sampling_mask logprobs: must be finite"):
+        peers.from_vllm([[1, 2]], [[math.nan, 0.0]])
 
 
 def vllm_answer(**choice):
@@ -207,7 +209,10 @@ def test_an_sglang_answer_becomes_a_rollout_in_either_logprobs_mode():
             "output_token_sampling_mask_truncated: 2 rows were cut to fit, the first at position 1",
         ),
         ({"output_token_sampling_mask_length": 7}, "output_token_sampling_mask_length: 7, but there are 3 rows"),
-        ({"output_token_sampling_logprobs": [[0.0]] * 2}, "output_token_sampling_logprobs"),
+        (
+            {"output_token_sampling_logprobs": [[0.0]] * 2},
+            "output_token_sampling_mask logprobs: needs one value for each id",
+        ),
     ],
 )
 def test_bounded_streamed_or_missing_sglang_masks_are_refused_by_name(changes, message):
@@ -400,15 +405,17 @@ def test_any_value_gives_a_mask_or_a_mask_error(value):
 def test_masks_over_the_memory_bound_are_refused_before_they_are_built():
     wide = list(range(1000))
     for read in (
-        lambda: peers.from_vllm([wide], max_bytes=3999),
-        lambda: peers.from_ids_counts(wide, [1000], max_bytes=3999),
-        lambda: peers.from_slime(peers.to_slime(SamplingMask.from_lists([wide])), max_bytes=3999),
-        lambda: peers.from_skyrl([wide], max_bytes=3999),
-        lambda: peers.from_ids_counts({"data": bytes(8000), "shape": [2000], "dtype": "int32"}, [], max_bytes=3999),
+        lambda: peers.from_vllm([wide], limits=Limits(max_ids=999)),
+        lambda: peers.from_ids_counts(wide, [1000], limits=Limits(max_ids=999)),
+        lambda: peers.from_slime(peers.to_slime(SamplingMask.from_lists([wide])), limits=Limits(max_ids=999)),
+        lambda: peers.from_skyrl([wide], limits=Limits(max_ids=999)),
+        lambda: peers.from_ids_counts(
+            {"__nd__": True, "data": bytes(8000), "shape": [2000], "dtype": "int32"}, [], limits=Limits(max_ids=999)
+        ),
     ):
-        with pytest.raises(MaskError, match="over the bound of 3999"):
+        with pytest.raises(MaskError, match="at most 999 are decoded"):
             read()
-    assert len(peers.from_vllm([wide], max_bytes=4000)) == 1
+    assert len(peers.from_vllm([wide], limits=Limits(max_ids=1000))) == 1
 
 
 def test_a_flat_sequence_falls_into_turns_at_its_sampled_runs():

@@ -1,7 +1,7 @@
 """Masks and rollouts in the layouts of other engines and trainers.
 
 Every reader refuses malformed input with MaskError, naming the field, and allocates no more than a small multiple of
-what it was given; `max_bytes` bounds the mask it returns. A row of no ids stands for the whole vocabulary, as in
+what it was given, within `limits`. A row of no ids stands for the whole vocabulary, as in
 `SamplingMask`, which is what prime-rl and slime mean by it too. Arrays may be NumPy arrays, lists, or CPU tensors.
 """
 
@@ -16,7 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import FinishReason, Rollout, WeightVersionSpan
-from keepmask.wire.packed import FLOAT32, INT32, check_size, read_array
+from keepmask.wire.limits import DEFAULT_LIMITS, Limits
+from keepmask.wire.nested import from_lists
+from keepmask.wire.peer_arrays import FLOAT32, INT32, brief, read_array
 
 __all__ = [
     "from_ids_counts",
@@ -35,9 +37,6 @@ __all__ = [
     "to_slime",
 ]
 
-MAX_MASK_BYTES = 256 * 2**20
-"""Default bound on one mask: what the engine itself may return for one request."""
-
 SKYRL_PADDING = -1
 
 _MASS_TOLERANCE = 1e-3  # float32 logprobs of a few thousand ids add up to one well within this
@@ -52,20 +51,20 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 
 
 def from_ids_offsets(
-    ids: object, offsets: object, logprobs: object = None, *, max_bytes: int = MAX_MASK_BYTES
+    ids: object, offsets: object, logprobs: object = None, *, limits: Limits = DEFAULT_LIMITS
 ) -> SamplingMask:
     """CSR with offsets: row t is ids[offsets[t]:offsets[t + 1]], in any order. slime, miles and newer vLLM.
 
     ids [N] and offsets [T+1] integers; logprobs [N] floats, aligned with ids (miles' support_logprobs), or None.
     """
     _both_or_neither("ids", ids, "offsets", offsets)
-    flat, bounds = read_array("ids", ids, INT32, max_bytes), read_array("offsets", offsets, INT32, max_bytes)
+    flat, bounds = read_array("ids", ids, INT32, limits), read_array("offsets", offsets, INT32, limits)
     if not bounds.size or bounds[0] != 0 or bounds[-1] != flat.size or (np.diff(bounds) < 0).any():
         raise MaskError(
             f"offsets: must start at 0, not decrease and end at the number of ids, {flat.size}; "
-            f"got {_brief(bounds.tolist())}"
+            f"got {brief(bounds.tolist())}"
         )
-    return _mask(flat, bounds.astype(np.int64), logprobs, max_bytes)
+    return _mask(flat, bounds.astype(np.int64), logprobs, limits)
 
 
 def from_ids_counts(
@@ -74,7 +73,7 @@ def from_ids_counts(
     logprobs: object = None,
     *,
     sampled: ArrayLike | None = None,
-    max_bytes: int = MAX_MASK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> SamplingMask:
     """CSR with counts: row t is the next counts[t] ids. prime-rl's transport (where arrays are int32 bytes), verifiers.
 
@@ -82,13 +81,13 @@ def from_ids_counts(
     and a row elsewhere that holds ids is refused.
     """
     _both_or_neither("ids", ids, "counts", counts)
-    flat, widths = read_array("ids", ids, INT32, max_bytes), read_array("counts", counts, INT32, max_bytes)
+    flat, widths = read_array("ids", ids, INT32, limits), read_array("counts", counts, INT32, limits)
     if (negative := np.flatnonzero(widths < 0)).size:
         raise MaskError(f"counts: must be >= 0; negative at row {negative[0]}")
     total = int(widths.sum(dtype=np.int64))
     if total != flat.size:
         raise MaskError(f"counts: add up to {total}, but there are {flat.size} ids")
-    mask = _mask(flat, np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), logprobs, max_bytes)
+    mask = _mask(flat, np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), logprobs, limits)
     if sampled is None:
         return mask
     kept = np.asarray(sampled)
@@ -105,14 +104,14 @@ def to_ids_counts(mask: SamplingMask) -> dict[str, NDArray[np.int32]]:
     return {"ids": mask.ids, "counts": mask.counts.astype(np.int32)}
 
 
-def from_vllm(sampling_mask: object, logprobs: object = None, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+def from_vllm(sampling_mask: object, logprobs: object = None, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
     """vLLM's `sampling_mask`: nested lists (JSON, or `SamplingMask.token_ids`), or CSR `{token_ids, offsets}`.
 
     logprobs: `sampling_mask_logprobs`, in the same layout; for the object form its own `logprobs` are used.
     """
     if isinstance(sampling_mask, (str, bytes)) or sampling_mask is None:
         raise MaskError(
-            f"sampling_mask: must be one list of token ids a generated token, got {_brief(sampling_mask)}; "
+            f"sampling_mask: must be one list of token ids a generated token, got {brief(sampling_mask)}; "
             "start vLLM with --return-sampling-mask"
         )
     token_ids = _field(sampling_mask, "token_ids")
@@ -122,13 +121,13 @@ def from_vllm(sampling_mask: object, logprobs: object = None, *, max_bytes: int 
         offsets = _field(sampling_mask, "offsets")
         logprobs = _field(sampling_mask, "logprobs") if logprobs is None else logprobs
     if isinstance(token_ids, Mapping):
-        raise MaskError(f"sampling_mask: needs token_ids, got fields {_brief(sorted(map(str, token_ids)))}")
+        raise MaskError(f"sampling_mask: needs token_ids, got fields {brief(sorted(map(str, token_ids)))}")
     if offsets is not None:
-        return from_ids_offsets(token_ids, offsets, logprobs, max_bytes=max_bytes)
-    return _from_rows("sampling_mask", token_ids, "sampling_mask_logprobs", logprobs, max_bytes)
+        return from_ids_offsets(token_ids, offsets, logprobs, limits=limits)
+    return _from_rows("sampling_mask", token_ids, logprobs, limits)
 
 
-def from_sglang(meta_info: Mapping[str, Any], *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+def from_sglang(meta_info: Mapping[str, Any], *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
     """The mask in SGLang's `meta_info`, with logprobs when they were asked for the whole support.
 
     Reads output_token_sampling_mask, output_token_sampling_mask_length, output_token_sampling_logprobs (floats for
@@ -156,20 +155,20 @@ def from_sglang(meta_info: Mapping[str, Any], *, max_bytes: int = MAX_MASK_BYTES
     drawn = meta_info.get("output_token_sampling_logprobs")
     if logprobs is None and isinstance(drawn, Sequence) and drawn and isinstance(drawn[0], Sequence):
         logprobs = drawn
-    return _from_rows("output_token_sampling_mask", rows, "output_token_sampling_logprobs", logprobs, max_bytes)
+    return _from_rows("output_token_sampling_mask", rows, logprobs, limits)
 
 
-def from_verifiers(mask: object, *, sampled: ArrayLike | None = None, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+def from_verifiers(mask: object, *, sampled: ArrayLike | None = None, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
     """verifiers' or prime-rl's SamplingMask: an object or mapping with `ids`, `counts` and maybe `logprobs`.
 
     Takes the node form (one row a sampled token), the branch form (one row a token of the branch: give `sampled`,
     the branch's flags), the msgpack form whose arrays are `{"__nd__", dtype, shape, data}`, and prime-rl's bytes.
     """
     ids, counts, logprobs = (_field(mask, name) for name in ("ids", "counts", "logprobs"))
-    return from_ids_counts(ids, counts, logprobs, sampled=sampled, max_bytes=max_bytes)
+    return from_ids_counts(ids, counts, logprobs, sampled=sampled, limits=limits)
 
 
-def from_slime(sample: object, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+def from_slime(sample: object, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
     """The mask of a slime Sample (rollout_top_p_token_ids, rollout_top_p_token_offsets), object or mapping.
 
     Reads the meta_info form too (top_p_token_ids, top_p_token_offsets, base64 of int32).
@@ -178,7 +177,7 @@ def from_slime(sample: object, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMa
         ids, offsets = _field(sample, f"{prefix}_token_ids"), _field(sample, f"{prefix}_token_offsets")
         if ids is not None or offsets is not None:
             _both_or_neither(f"{prefix}_token_ids", ids, f"{prefix}_token_offsets", offsets)
-            return from_ids_offsets(ids, offsets, max_bytes=max_bytes)
+            return from_ids_offsets(ids, offsets, limits=limits)
     raise MaskError("rollout_top_p_token_ids, rollout_top_p_token_offsets: absent; this sample carries no mask")
 
 
@@ -187,29 +186,29 @@ def to_slime(mask: SamplingMask) -> dict[str, NDArray[np.int32]]:
     return {"rollout_top_p_token_ids": mask.ids, "rollout_top_p_token_offsets": mask.offsets.astype(np.int32)}
 
 
-def from_skyrl(sample_support: object, logprobs: object = None, *, max_bytes: int = MAX_MASK_BYTES) -> SamplingMask:
+def from_skyrl(sample_support: object, logprobs: object = None, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
     """SkyRL's `rollout_sample_support`: [T, top_k] int32, each row's ids followed by -1 padding.
 
     Takes the array and the wire envelope `{data: base64, shape, dtype}`. logprobs: [T, top_k] float32 in the same
     layout, normalised over the support. A row of nothing but padding is a whole-vocabulary row.
     """
-    rows = read_array("rollout_sample_support", sample_support, INT32, max_bytes, ndim=2)
+    rows = read_array("rollout_sample_support", sample_support, INT32, limits, ndim=2)
     kept = rows != SKYRL_PADDING
     if (inner := np.flatnonzero((~kept[:, :-1] & kept[:, 1:]).any(1))).size:
         raise MaskError(f"rollout_sample_support: padding must come last in a row; it does not in row {inner[0]}")
     offsets = np.concatenate([[0], np.cumsum(kept.sum(1), dtype=np.int64)])
     if logprobs is None:
-        return _mask(rows[kept], offsets, None, max_bytes)
-    values = read_array("rollout_sample_support_logprobs", logprobs, FLOAT32, max_bytes, ndim=2)
+        return _mask(rows[kept], offsets, None, limits)
+    values = read_array("rollout_sample_support_logprobs", logprobs, FLOAT32, limits, ndim=2)
     if values.shape != rows.shape:
         raise MaskError(
             f"rollout_sample_support_logprobs: shape {list(values.shape)} for ids of shape {list(rows.shape)}"
         )
-    return _mask(rows[kept], offsets, values[kept], max_bytes)
+    return _mask(rows[kept], offsets, values[kept], limits)
 
 
 def from_skyrl_packed(
-    values: object, cu_seqlens: object, row_offsets: object = None, *, max_bytes: int = MAX_MASK_BYTES
+    values: object, cu_seqlens: object, row_offsets: object = None, *, limits: Limits = DEFAULT_LIMITS
 ) -> list[SamplingMask]:
     """SkyRL's packed trainer fields, one mask a trajectory.
 
@@ -217,14 +216,14 @@ def from_skyrl_packed(
     row_offsets [sum T + 1], cu_seqlens [B+1] in rows.
     """
     if row_offsets is None:
-        whole = from_skyrl(values, max_bytes=max_bytes)
+        whole = from_skyrl(values, limits=limits)
     else:
-        whole = from_ids_offsets(values, row_offsets, max_bytes=max_bytes)
-    bounds = read_array("cu_seqlens", cu_seqlens, INT32, max_bytes)
+        whole = from_ids_offsets(values, row_offsets, limits=limits)
+    bounds = read_array("cu_seqlens", cu_seqlens, INT32, limits)
     if not bounds.size or bounds[0] != 0 or bounds[-1] != len(whole) or (np.diff(bounds) < 0).any():
         raise MaskError(
             f"cu_seqlens: must start at 0, not decrease and end at the number of rows, {len(whole)}; "
-            f"got {_brief(bounds.tolist())}"
+            f"got {brief(bounds.tolist())}"
         )
     return [whole[start:stop] for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
 
@@ -246,7 +245,7 @@ def rollouts_from_vllm(
     *,
     prompt_token_ids: ArrayLike | None = None,
     sampling_params: Mapping[str, Any] | None = None,
-    max_bytes: int = MAX_MASK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[Rollout]:
     """One `Rollout` a choice of a vLLM `/inference/v1/generate` answer.
 
@@ -258,15 +257,15 @@ def rollouts_from_vllm(
         raise MaskError("prompt_token_ids: not in the answer; pass the ids that were sent")
     rollouts = []
     for index, choice in enumerate(response.get("choices") or []):
-        token_ids = read_array(f"choices[{index}].token_ids", choice.get("token_ids"), INT32, max_bytes)
+        token_ids = read_array(f"choices[{index}].token_ids", choice.get("token_ids"), INT32, limits)
         mask = choice.get("sampling_mask")
         rollouts.append(
             Rollout(
-                prompt_token_ids=read_array("prompt_token_ids", prompt, INT32, max_bytes),
+                prompt_token_ids=read_array("prompt_token_ids", prompt, INT32, limits),
                 token_ids=token_ids,
                 sampling_mask=None
                 if mask is None
-                else from_vllm(mask, choice.get("sampling_mask_logprobs"), max_bytes=max_bytes),
+                else from_vllm(mask, choice.get("sampling_mask_logprobs"), limits=limits),
                 logprobs=_vllm_logprobs(index, choice, token_ids),
                 sampling_params=dict(sampling_params or {}),
                 request_id=str(response.get("request_id") or ""),
@@ -285,7 +284,7 @@ def rollouts_from_sglang(
     *,
     prompt_token_ids: ArrayLike,
     sampling_params: Mapping[str, Any] | None = None,
-    max_bytes: int = MAX_MASK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[Rollout]:
     """The `Rollout` of one SGLang `/generate` answer (`output_ids`, `meta_info`), as a list of one.
 
@@ -299,12 +298,12 @@ def rollouts_from_sglang(
             "replayed as vLLM's; use frequency_penalty or presence_penalty"
         )
     meta = response.get("meta_info") or {}
-    token_ids = read_array("output_ids", response.get("output_ids"), INT32, max_bytes)
-    mask = from_sglang(meta, max_bytes=max_bytes)
+    token_ids = read_array("output_ids", response.get("output_ids"), INT32, limits)
+    mask = from_sglang(meta, limits=limits)
     reason = meta.get("finish_reason") or {}
     return [
         Rollout(
-            prompt_token_ids=read_array("prompt_token_ids", prompt_token_ids, INT32, max_bytes),
+            prompt_token_ids=read_array("prompt_token_ids", prompt_token_ids, INT32, limits),
             token_ids=token_ids,
             sampling_mask=mask,
             logprobs=_sglang_logprobs(meta, mask, token_ids),
@@ -326,14 +325,14 @@ def rollouts_from_flat(
     logprobs: object = None,
     sampling_params: Mapping[str, Any] | None = None,
     request_id: str = "",
-    max_bytes: int = MAX_MASK_BYTES,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[Rollout]:
     """The turns of a flat sequence, one `Rollout` a run of sampled tokens, each with all before it as its prompt.
 
     token_ids: [T], prompt, generated and tool tokens (verifiers' Branch.token_ids, slime's and miles' Sample.tokens).
     sampled: [T] flags of the tokens the policy drew. mask: one row a sampled token. logprobs: one a sampled token.
     """
-    tokens = read_array("token_ids", token_ids, INT32, max_bytes)
+    tokens = read_array("token_ids", token_ids, INT32, limits)
     flags = np.asarray(sampled)
     if flags.shape != tokens.shape:
         raise MaskError(f"sampled: {list(flags.shape)} flags for {tokens.size} tokens; each token has its flag")
@@ -390,32 +389,25 @@ def _sglang_logprobs(
     return np.asarray(mask.logprobs[mask.ids == token_ids[at_row]], np.float32)
 
 
-def _from_rows(name: str, rows: object, logprobs_name: str, logprobs: object, max_bytes: int) -> SamplingMask:
-    """The mask of nested lists, checked for size before any array is made."""
-    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
-        raise MaskError(f"{name}: must be one list of token ids a generated token, got {_brief(rows)}")
-    for t, row in enumerate(rows):
-        if not isinstance(row, (Sequence, np.ndarray)) or isinstance(row, (str, bytes)):
-            raise MaskError(f"{name}: row {t} must be a list of token ids, got {_brief(row)}")
-    check_size(name, sum(len(row) for row in rows), max_bytes)
-    if logprobs is not None and not (isinstance(logprobs, Sequence) and len(logprobs) == len(rows)):
-        raise MaskError(f"{logprobs_name}: needs one row for each of the {len(rows)} rows of ids")
+def _from_rows(name: str, rows: object, logprobs: object, limits: Limits) -> SamplingMask:
+    """The mask of nested lists; errors name the peer's fields, `name` and those of its log-probabilities."""
     try:
-        mask = SamplingMask.from_lists(rows, logprobs)
+        return _checked(from_lists(rows, logprobs, limits=limits))
     except MaskError as error:
-        raise MaskError(f"{name}: {error}") from None
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MaskError(f"{name}: rows must be flat lists of integers, and logprobs of numbers ({error})") from None
-    return _checked(mask)
+        problem = str(error)
+        for ours, theirs in (("sampling_mask_logprobs: ", f"{name} logprobs: "), ("sampling_mask: ", f"{name}: ")):
+            if problem.startswith(ours):
+                raise MaskError(theirs + problem.removeprefix(ours)) from None
+        raise MaskError(f"{name}: {problem}") from None
 
 
-def _mask(ids: NDArray[Any], offsets: NDArray[np.int64], logprobs: object, max_bytes: int) -> SamplingMask:
+def _mask(ids: NDArray[Any], offsets: NDArray[np.int64], logprobs: object, limits: Limits) -> SamplingMask:
     """The mask of CSR arrays whose rows may come in any order."""
     rows = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
     order = np.lexsort((ids, rows))
     if logprobs is None:
         return SamplingMask(ids[order], offsets)
-    values = read_array("logprobs", logprobs, FLOAT32, max_bytes)
+    values = read_array("logprobs", logprobs, FLOAT32, limits)
     if values.size != ids.size:
         raise MaskError(f"logprobs: {values.size} values for {ids.size} ids; each id has its log-probability")
     return _checked(SamplingMask(ids[order], offsets, values[order]))
@@ -462,7 +454,7 @@ def _finish_reason(reason: object) -> FinishReason | None:
     if reason is None:
         return None
     if reason not in _FINISH_REASONS:
-        raise MaskError(f"finish_reason={_brief(reason)}: known are {', '.join(_FINISH_REASONS)}")
+        raise MaskError(f"finish_reason={brief(reason)}: known are {', '.join(_FINISH_REASONS)}")
     return _FINISH_REASONS[str(reason)]
 
 
@@ -474,8 +466,3 @@ def _spans(spans: object) -> tuple[WeightVersionSpan, ...]:
         )
     except TypeError as error:
         raise MaskError(f"weight_versions: each span has start, end and version ({error})") from None
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
