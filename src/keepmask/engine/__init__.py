@@ -1,0 +1,1 @@
+"""The rollout engine: one synchronous `Engine.step()` over token ids."""

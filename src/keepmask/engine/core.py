@@ -1,0 +1,306 @@
+"""`Engine`: requests in, one synchronous step at a time, outputs out. Everything is token ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keepmask.config import EngineConfig
+from keepmask.engine.batch import ForwardBatch
+from keepmask.engine.kvcache import BlockPool, prefix_hashes
+from keepmask.engine.loading import eos_token_ids, load_tokenizer
+from keepmask.engine.output import OutputBuilder
+from keepmask.engine.request import Completion, Request, State, SupportRows
+from keepmask.engine.runner import ModelRunner
+from keepmask.engine.scheduler import Scheduler
+from keepmask.errors import RequestError
+from keepmask.outputs import RequestOutput
+from keepmask.params import SamplingParams
+from keepmask.sampling import LogitsProcessor, SampledBatch, Sampler, SamplerSpec, prompt_logprobs
+
+__all__ = ["Engine", "EngineStats"]
+
+_PROMPT_LOGPROB_ROWS = 64  # positions whose logits over the vocabulary are held at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What the engine is doing now, and has done since it started."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preemptions: int
+    num_steps: int
+    num_generated_tokens: int
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    `add` queues a request, `step` computes one forward and draws, `output` reads a request at any time. Not
+    thread-safe: one thread owns an engine. A request that fails ends alone; an exception out of `step` means the
+    engine itself failed.
+    """
+
+    def __init__(self, config: EngineConfig, *, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self.config = config
+        self.runner = ModelRunner(config)
+        self.tokenizer: Any | None = load_tokenizer(config)
+        self.eos_token_ids = eos_token_ids(self.runner.model, self.tokenizer)
+        self.weight_version = "0"
+        self.sampler = Sampler(
+            SamplerSpec(
+                vocab_size=self.runner.vocab_size,
+                eos_token_ids=self.eos_token_ids,
+                logprobs_mode=config.logprobs_mode,
+                semantics=config.sampling_semantics,
+                contract=config.sampling_mask_contract,
+                return_sampling_mask=config.return_sampling_mask,
+                max_logprobs=config.max_logprobs,
+                max_mask_bytes_per_request=config.max_mask_bytes_per_request,
+                banned_token_ids=self._unmapped_token_ids() if config.ban_unmapped_token_ids else (),
+                thinking_start_token_ids=tuple(config.thinking_start_token_ids),
+                thinking_end_token_ids=tuple(config.thinking_end_token_ids),
+                processors=tuple(processors),
+            )
+        )
+        self._pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self._scheduler = Scheduler(
+            self._pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._outputs = OutputBuilder(self.tokenizer)
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_generated = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self.runner.max_model_len
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that still have tokens to come."""
+        return len(self._requests)
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_generated_tokens=self._num_generated,
+        )
+
+    def resolve(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """`params` with its defaults filled in for this prompt, checked against everything this engine knows.
+
+        Raises RequestError naming the field, the rule and the remedy; the engine is unchanged.
+        """
+        size = len(prompt_token_ids)
+        if not size:
+            raise RequestError("prompt: is empty; give at least one token", param="prompt")
+        ids = np.asarray(prompt_token_ids)
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.runner.vocab_size:
+            raise RequestError(
+                f"prompt_token_ids: each must be an integer in [0, {self.runner.vocab_size}), the model's vocabulary",
+                param="prompt_token_ids",
+            )
+        room = self.max_model_len - size
+        if room < 1:
+            raise RequestError(
+                f"prompt: {size} tokens leave no room in the model's context of {self.max_model_len}; shorten it",
+                param="prompt",
+            )
+        if params.max_tokens is None:
+            params = params.replace(max_tokens=room)
+        elif params.max_tokens > room:
+            raise RequestError(
+                f"max_tokens={params.max_tokens}: the prompt of {size} tokens leaves room for {room} in the model's "
+                f"context of {self.max_model_len}; lower it, or give None to fill the context",
+                param="max_tokens",
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop: stop strings need a tokenizer, and this engine has none", param="stop")
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError("bad_words: need a tokenizer, and this engine has none", param="bad_words")
+        self.sampler.check(params)
+        return params
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queue a request. Raises RequestError, and changes nothing, when it cannot be served."""
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r}: is in use by an unfinished request", param="request_id")
+        params = self.resolve(prompt_token_ids, params)
+        token_ids = [int(token_id) for token_id in prompt_token_ids]
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=self._next_seed() if params.seed is None else params.seed,
+        )
+        bad_words = self._bad_words(params)
+        for index in range(params.n):
+            row = self.sampler.open_row(
+                params,
+                prompt_token_ids=token_ids,
+                seed=request.seed,
+                completion_index=index,
+                bad_words_token_ids=bad_words,
+            )
+            completion = Completion(request=request, index=index, row=row, text=self._outputs.open_text(request))
+            if row.returns_mask:
+                completion.supports = SupportRows(with_logprobs=row.returns_mask_logprobs)
+            request.completions.append(completion)
+        if params.prompt_logprobs is None:
+            salt = f"{cache_salt}\0{self.weight_version}".encode()
+            request.block_hashes = prefix_hashes(token_ids, self._pool.block_size, salt)
+        else:
+            request.prompt_logprobs = [None]
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        return request
+
+    def output(self, request: Request) -> RequestOutput:
+        """All there is of the request so far."""
+        return self._outputs.request_output(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End these requests where they stand; they keep their tokens and rows. Unknown ids are passed over."""
+        aborted = [request for request_id in request_ids if (request := self._requests.get(request_id)) is not None]
+        for request in aborted:
+            for completion in request.completions:
+                if completion.state is not State.FINISHED:
+                    completion.finish("abort")
+                    self._scheduler.remove(completion)
+            del self._requests[request.request_id]
+        return aborted
+
+    def step(self) -> list[Request]:
+        """One forward and the draws that follow from it; returns the requests that have new tokens or ended."""
+        plan = self._scheduler.schedule()
+        if not plan.chunks:
+            return []
+        self._num_steps += 1
+        batch = ForwardBatch.build(plan.chunks, block_size=self._pool.block_size, device=self.runner.device)
+        hidden = self.runner.forward(batch, plan.copies)
+        self._score_prompts(batch, hidden)
+        if not batch.drawing:
+            for chunk in batch.chunks:
+                self._scheduler.computed(chunk)
+            return []
+        drawing = [batch.chunks[at].completion for at in batch.drawing]
+        sampled = self.sampler.sample(
+            self.runner.head(hidden[batch.draw_rows]), [completion.row for completion in drawing]
+        )
+        for chunk in batch.chunks:
+            self._scheduler.computed(chunk)
+        if sampled.mask is not None:
+            sampled.mask.wait()
+        for at, completion in enumerate(drawing):
+            self._accept(completion, sampled, at)
+        touched = dict.fromkeys(completion.request for completion in drawing)
+        for request in touched:
+            if request.finished:
+                del self._requests[request.request_id]
+        return list(touched)
+
+    def _accept(self, completion: Completion, sampled: SampledBatch, at: int) -> None:
+        """Commit what was drawn for the completion, or end it."""
+        if (error := sampled.errors.get(at)) is not None:
+            completion.finish("error", str(error))
+            self._scheduler.remove(completion)
+            return
+        completion.commit(int(sampled.token_ids[at]), self.weight_version)
+        self._num_generated += 1
+        if (entry := sampled.logprobs.row_logprobs(at)) is not None:
+            completion.logprobs.append(entry)
+        if completion.supports is not None:
+            assert sampled.mask is not None
+            completion.supports.append(*sampled.mask.row(at))
+        if self._stop(completion):
+            self._scheduler.remove(completion)
+
+    def _stop(self, completion: Completion) -> bool:
+        """Finish the completion if its last token ends it."""
+        params = completion.request.params
+        token_id = completion.token_ids[-1]
+        if len(completion.token_ids) > params.min_tokens or not params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                completion.finish("stop")
+            elif token_id in params.stop_token_ids:
+                completion.finish("stop", token_id)
+            elif params.stop and completion.text is not None:
+                found = completion.text.push(completion.token_ids[completion.text.num_tokens :])
+                if found is not None:
+                    completion.finish("stop", found)
+        if completion.state is not State.FINISHED and len(completion.token_ids) == params.max_tokens:
+            completion.finish("length")
+        return completion.state is State.FINISHED
+
+    def _score_prompts(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Prompt log-probs of the chunks whose requests asked for them."""
+        begin = 0
+        for chunk in batch.chunks:
+            request, start = chunk.completion.request, chunk.completion.num_computed
+            rows = hidden[begin : begin + chunk.num_tokens]
+            begin += chunk.num_tokens
+            known = request.prompt_logprobs
+            if known is None or len(known) == len(request.prompt_token_ids):
+                continue
+            first = len(known) - 1  # the position whose logits score the next prompt token
+            targets = request.prompt_token_ids[first + 1 : start + chunk.num_tokens + 1]
+            num_logprobs = request.params.prompt_logprobs
+            assert num_logprobs is not None
+            for low in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+                part = targets[low : low + _PROMPT_LOGPROB_ROWS]
+                at = first - start + low
+                head = self.runner.head(rows[at : at + len(part)])
+                logits = head.float32(torch.arange(len(part), device=hidden.device))
+                known += prompt_logprobs(logits, torch.tensor(part, device=hidden.device), num_logprobs)
+
+    def _next_seed(self) -> int:
+        """A seed for a request that brought none: a hash of the engine's seed and the request's order of arrival."""
+        self._num_added += 1
+        digest = hashlib.sha256(f"{self.config.seed}:{self._num_added}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of each bad word as it begins a text and as it follows a space, as in vLLM."""
+        if not params.bad_words or self.tokenizer is None:
+            return []
+        encode = self.tokenizer.encode
+        words: list[list[int]] = []
+        for word in params.bad_words:
+            plain = encode(word.lstrip(), add_special_tokens=False)
+            spaced = encode(" " + word.lstrip(), add_special_tokens=False)
+            words.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                words.append(spaced)
+        return words
+
+    def _unmapped_token_ids(self) -> tuple[int, ...]:
+        mapped = set() if self.tokenizer is None else set(self.tokenizer.get_vocab().values())
+        return tuple(sorted(set(range(self.runner.vocab_size)) - mapped)) if mapped else ()

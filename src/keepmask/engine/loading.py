@@ -1,0 +1,99 @@
+"""Models and tokenizers: from a name to what the engine runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from keepmask.config import EngineConfig
+from keepmask.engine import attention
+from keepmask.errors import ConfigError
+from keepmask.models import bundled
+
+__all__ = ["checkpoint", "device_of", "dtype_of", "eos_token_ids", "load_model", "load_tokenizer"]
+
+
+def checkpoint(name: str) -> str:
+    """Folder or hub id to load `name` from; packaged models are converted on first use."""
+    return str(bundled.path(name)) if name in bundled.NAMES else name
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """The device the configuration asks for. Raises ConfigError when it is not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': no CUDA device is available; use device='cpu' or 'auto'")
+    return torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The type the configuration asks for; auto is bfloat16 where the device computes it natively."""
+    if config.dtype != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[config.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, in eval mode, with its attention going through the paged cache.
+
+    Raises ConfigError naming the model when it cannot be loaded or does not support the attention interface.
+    """
+    attention.register()
+    source = checkpoint(config.model)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    try:
+        settings = AutoConfig.from_pretrained(source, **options)
+        _refuse_unsupported(config.model, settings)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=settings, dtype=dtype, attn_implementation=attention.NAME, **options
+        )
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"model {config.model!r}: cannot be loaded from {source}: {error}") from error
+    return model.eval().requires_grad_(requires_grad=False).to(device)  # type: ignore[no-any-return]
+
+
+def load_tokenizer(config: EngineConfig) -> Any | None:
+    """The tokenizer, or None with skip_tokenizer_init. Raises ConfigError when it cannot be loaded."""
+    if config.skip_tokenizer_init:
+        return None
+    source = checkpoint(config.tokenizer or config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"tokenizer of {config.model!r}: cannot be loaded from {source}: {error}; "
+            "give tokenizer=... or skip_tokenizer_init=True"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"tokenizer of {config.model!r}: needs a fast tokenizer (tokenizer.json)")
+    return tokenizer
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
+    """Every id that ends a completion: of the generation config, the model config and the tokenizer."""
+    generation: GenerationConfig | None = getattr(model, "generation_config", None)
+    found: set[int] = set()
+    for value in (
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return tuple(sorted(found))
+
+
+def _refuse_unsupported(name: str, settings: Any) -> None:
+    """Architectures whose layers are not all softmax attention over past tokens."""
+    if getattr(settings, "is_encoder_decoder", False):
+        raise ConfigError(f"model {name!r} ({settings.model_type}): encoder-decoder models are not supported")
+    known = {"full_attention", "sliding_attention", "attention"}
+    other = sorted(set(getattr(settings, "layer_types", None) or ()) - known)
+    if other:
+        raise ConfigError(
+            f"model {name!r} ({settings.model_type}): layers of type {', '.join(other)} are not supported"
+        )

@@ -1,0 +1,65 @@
+"""Attention of one query a sequence over keys and values in blocks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionImpl", "decode_attention"]
+
+AttentionImpl = Literal["auto", "reference", "cpu"]
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    impl: AttentionImpl = "auto",
+) -> Tensor:
+    """softmax(softcap(q · kᵀ · scale)) · v for each row over the last `window` tokens of its context, in float32.
+
+    query: [S, Hq, D]. keys: [num_blocks, Hkv, D, block_size]. values: [num_blocks, Hkv, block_size, D].
+    block_tables: [S, blocks] int32. context_lens: [S] int32, the tokens of each row's context.
+    Returns [S, Hq, D] in query's dtype. Query head h reads head h // (Hq / Hkv) of keys and values.
+    softcap(x) = softcap · tanh(x / softcap), or x where softcap is None.
+    """
+    return _reference(query, keys, values, block_tables, context_lens, scale=scale, window=window, softcap=softcap)
+
+
+def _reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Pads every row to the longest context."""
+    S, Hq, D = query.shape
+    block_size = values.shape[2]
+    used = -(-int(context_lens.max()) // block_size)
+    blocks = block_tables[:, :used].long()
+    k = keys[blocks].permute(0, 2, 1, 4, 3).flatten(2, 3).float()  # [S, Hkv, L, D]
+    v = values[blocks].permute(0, 2, 1, 3, 4).flatten(2, 3).float()
+    q = query.reshape(S, k.shape[1], -1, D).float()  # [S, Hkv, G, D]
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    seen = torch.arange(k.shape[2], device=query.device)
+    keep = seen < context_lens[:, None]  # [S, L]
+    if window is not None:
+        keep &= seen >= context_lens[:, None] - window
+    weights = scores.masked_fill(~keep[:, None, None], -torch.inf).softmax(-1)
+    v = v.masked_fill(~keep[:, None, :, None], 0)  # a freed block may hold another request's NaN
+    return (weights @ v).to(query.dtype).reshape(S, Hq, D)
