@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from keepmask.errors import ConfigError
-from keepmask.params import MAX_LOGPROBS, SamplingSemantics
+from keepmask.params import MAX_LOGPROBS, SamplingSemantics, plain
 
 __all__ = ["EngineConfig", "LogprobsMode", "SamplingMaskContract"]
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SamplingMaskContract = Literal["exact", "vllm"]
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class EngineConfig(BaseModel):
@@ -61,18 +63,18 @@ class EngineConfig(BaseModel):
     """A request whose masks outgrow this ends with finish_reason error; no row is ever cut."""
     ban_unmapped_token_ids: bool = False
     """Never draw ids that the tokenizer does not map to a token."""
-    thinking_start_token_ids: list[int] = Field(default_factory=list)
+    thinking_start_token_ids: list[TokenId] = Field(default_factory=list)
     """Tokens that open the thinking span, for requests with a thinking_token_budget."""
-    thinking_end_token_ids: list[int] = Field(default_factory=list)
+    thinking_end_token_ids: list[TokenId] = Field(default_factory=list)
     """Tokens that close the thinking span, forced once the budget is spent."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
 
     def __init__(self, **fields: Any) -> None:
         try:
-            super().__init__(**fields)
+            super().__init__(**{name: plain(value) for name, value in fields.items()})
         except ValidationError as error:
-            raise _config_error(error, sorted(type(self).model_fields)) from None
+            raise _config_error(error, type(self).model_fields) from None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -86,12 +88,16 @@ class EngineConfig(BaseModel):
         return self
 
 
-def _config_error(error: ValidationError, known: list[str]) -> ConfigError:
+def _config_error(error: ValidationError, fields: dict[str, FieldInfo]) -> ConfigError:
     problem = error.errors(include_url=False)[0]
     inner = problem.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):
         return inner
-    name = ".".join(str(part) for part in problem["loc"])
+    name = str(problem["loc"][0])
     if problem["type"] == "extra_forbidden":
-        return ConfigError(f"{name}: unknown engine option; known are {', '.join(known)}")
-    return ConfigError(f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Input ')}")
+        return ConfigError(f"{name}: unknown engine option; known are {', '.join(sorted(fields))}")
+    if problem["type"] == "missing":
+        return ConfigError(f"{name}: must be given. {fields[name].description}")
+    where = "".join(f"[{part}]" for part in problem["loc"][1:])
+    rule = problem["msg"].removeprefix("Input ").removeprefix("String ")
+    return ConfigError(f"{name}{where}={problem['input']!r}: {rule}. {fields[name].description}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -95,11 +95,12 @@ class RequestOutput:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """One completion with everything a trainer or a report needs of it. T is its number of tokens.
 
-    sampling_params holds the fields of `SamplingParams` that differ from their defaults, by name.
+    Two are equal when all their fields are, arrays by their values. sampling_params holds the fields of
+    `SamplingParams` that differ from their defaults, by name.
     """
 
     prompt_token_ids: NDArray[np.int32]
@@ -123,9 +124,22 @@ class Rollout:
     policy_full_logprobs: NDArray[np.float32] | None = None
     """[T], the scored policy's log-probabilities over the whole vocabulary, temperature applied."""
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        return all(_equal(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 def _drawn_logprobs(output: CompletionOutput) -> NDArray[np.float32] | None:
     if output.logprobs is None:
         return None
     entries = zip(output.token_ids, output.logprobs, strict=True)
     return np.asarray([position[token_id].logprob for token_id, position in entries], np.float32)
+
+
+def _equal(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+        return type(mine) is type(theirs) and np.array_equal(mine, theirs)
+    return bool(mine == theirs)

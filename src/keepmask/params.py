@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
@@ -16,6 +18,9 @@ SamplingSemantics = Literal["vllm", "sglang", "hf"]
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
 # Bounds on what one request may ask for, so that no request can exhaust the engine before it is scheduled.
 MAX_N = 1024
 MAX_STOP = 64
@@ -24,12 +29,18 @@ MAX_BAD_WORDS = 1024
 MAX_STRING = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 1024
+MAX_COUNT = 2**31 - 1
+# Beyond these, float32 logits over- or underflow and -inf / inf is NaN.
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY = 1e-6
+MAX_REPETITION_PENALTY = 1e6
 
 
 class SamplingParams(BaseModel):
     """How to draw the tokens of one request. Frozen; every range is checked; unknown fields are refused.
 
-    Names, defaults and meanings are vLLM's. Raises RequestError naming the field, its legal values and the remedy.
+    Names, defaults and meanings are vLLM's. NumPy numbers and arrays count as the Python numbers and lists they hold;
+    nothing else is converted. Raises RequestError naming the field, its legal values and the remedy.
     """
 
     model_config = ConfigDict(
@@ -38,9 +49,9 @@ class SamplingParams(BaseModel):
 
     n: int = Field(1, ge=1, le=MAX_N)
     """Completions to return for the prompt."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     """Divides the logits. Below 1e-5 the draw is greedy: the highest logit, ties to the lowest id."""
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=MAX_COUNT)
     """Keep the k highest logits, and ties with the k-th; 0 or -1 keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the most likely ids until their mass reaches top_p; 1.0 keeps all."""
@@ -48,9 +59,9 @@ class SamplingParams(BaseModel):
     """Drop ids less likely than min_p times the most likely one; 0.0 keeps all."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     """Makes the draws reproducible. A request without one is given one, which its output reports."""
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=1, le=MAX_COUNT)
     """Most tokens to generate per completion; None generates until the model's context is full."""
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
     """End-of-sequence and stop tokens are banned until this many tokens are out."""
     stop: list[str] = Field(default_factory=list, max_length=MAX_STOP)
     """Strings that end the completion; not part of its text unless include_stop_str_in_output."""
@@ -68,7 +79,7 @@ class SamplingParams(BaseModel):
     """Subtracted from the logit of every id already in the output."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     """Subtracted from the logit of every id once for each time it is in the output."""
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     """Divides positive and multiplies negative logits of ids in the prompt or the output; 1.0 changes nothing."""
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
     """Token id to a value in [-100, 100] added to its logit."""
@@ -76,7 +87,7 @@ class SamplingParams(BaseModel):
     """Words whose last token is banned wherever the tokens before it match."""
     allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKEN_LIST)
     """Ban every other token id; None bans nothing."""
-    thinking_token_budget: int | None = Field(None, ge=0)
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_COUNT)
     """Most tokens between the engine's thinking start and end tokens; then the end tokens are forced."""
     return_sampling_mask: bool | None = None
     """Return the support of every generated token; None follows the engine's setting."""
@@ -91,7 +102,7 @@ class SamplingParams(BaseModel):
 
     def __init__(self, **fields: Any) -> None:
         try:
-            super().__init__(**fields)
+            super().__init__(**{name: plain(value) for name, value in fields.items()})
         except ValidationError as error:
             raise _request_error(error, type(self).model_fields) from None
 
@@ -105,12 +116,7 @@ class SamplingParams(BaseModel):
     def _none_is_empty(cls, value: object, info: Any) -> object:
         if value is None:
             return {} if info.field_name == "logit_bias" else []
-        if isinstance(value, dict):  # JSON spells integer keys as strings
-            return {
-                int(key) if isinstance(key, str) and key.lstrip("-").isdecimal() else key: item
-                for key, item in value.items()
-            }
-        return value
+        return _integer_keys(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -119,6 +125,10 @@ class SamplingParams(BaseModel):
                 if not 0 < len(text) <= MAX_STRING:
                     raise RequestError(
                         f"{name}={text[:40]!r}: each string must have 1 to {MAX_STRING} characters", param=name
+                    )
+                if _SURROGATE.search(text):
+                    raise RequestError(
+                        f"{name}={text[:40]!r}: half a surrogate pair is no text; send the whole character", param=name
                     )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if (ids := getattr(self, name)) and (negative := min(ids)) < 0:
@@ -156,6 +166,25 @@ class SamplingParams(BaseModel):
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed, checked again."""
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
+
+
+def plain(value: Any) -> Any:
+    """The same value without NumPy: its numbers as Python's, its arrays as lists, also inside lists and dicts."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value
+
+
+def _integer_keys(bias: dict[Any, Any]) -> dict[Any, Any]:
+    """JSON spells integer keys as strings: "12" counts as 12. Other keys stay, to be refused by their type."""
+    keyed = {int(key) if isinstance(key, str) and _INTEGER.fullmatch(key) else key: bias[key] for key in bias}
+    if len(keyed) < len(bias):
+        raise RequestError("logit_bias: a token id is given twice; give each one bias", param="logit_bias")
+    return keyed
 
 
 def _request_error(error: ValidationError, fields: dict[str, FieldInfo]) -> RequestError:
