@@ -135,6 +135,12 @@ def test_a_vllm_answer_with_token_strings_and_mask_logprobs_becomes_a_rollout():
     assert rollout.prompt_token_ids.tolist() == [1, 2, 3]
 
 
+def test_decoded_token_text_names_no_id():
+    content = [{"token": "5", "logprob": -1.0}] * 3
+    (rollout,) = peers.rollouts_from_vllm(vllm_answer(logprobs={"content": content}))
+    assert rollout.logprobs.tolist() == [-1.0] * 3
+
+
 def test_a_vllm_choice_without_mask_or_logprobs_stays_without():
     (rollout,) = peers.rollouts_from_vllm(vllm_answer(sampling_mask=None, logprobs=None))
     assert rollout.sampling_mask is None
@@ -147,8 +153,12 @@ def test_a_vllm_choice_without_mask_or_logprobs_stays_without():
         ({"token_ids": None}, r"choices\[0\].token_ids: absent"),
         ({"token_ids": ["a"]}, r"choices\[0\].token_ids: must hold int32"),
         ({"logprobs": {"content": [{"logprob": -1.0}]}}, r"choices\[0\].logprobs: 1 entries for 3 tokens"),
-        ({"logprobs": {"content": [{"token_id": 5, "logprob": -1.0}] * 3}}, "position 0 is of token 5, not 326"),
+        ({"logprobs": {"content": [{"token_id": 5, "logprob": -1.0}] * 3}}, "position 0 is of token '5', not 326"),
+        ({"logprobs": {"content": [{"token": "token_id:5", "logprob": -1.0}] * 3}}, "position 0 is of token '5'"),
         ({"logprobs": {"content": [{"logprob": None}] * 3}}, r"choices\[0\].logprobs: "),
+        ({"logprobs": {"content": [None] * 3}}, r"choices\[0\].logprobs: must be an object"),
+        ({"logprobs": [-1.0] * 3}, r"choices\[0\].logprobs: must be an object"),
+        ({"token_ids": [-5, 1, 2]}, r"choices\[0\].token_ids: token ids must be in"),
         ({"finish_reason": "cosmic ray"}, "finish_reason='cosmic ray'"),
         ({"weight_versions": [{"version": "3"}]}, "weight_versions: "),
     ],

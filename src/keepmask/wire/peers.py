@@ -252,31 +252,18 @@ def rollouts_from_vllm(
     prompt_token_ids: the request's; by default what the answer repeats. sampling_params: the request's, with the
     server's own defaults filled in (a server may take a temperature from the model's generation config).
     """
-    prompt = response.get("prompt_token_ids") if prompt_token_ids is None else prompt_token_ids
-    if prompt is None:
+    given = response.get("prompt_token_ids") if prompt_token_ids is None else prompt_token_ids
+    if given is None:
         raise MaskError("prompt_token_ids: not in the answer; pass the ids that were sent")
-    rollouts = []
-    for index, choice in enumerate(response.get("choices") or []):
-        token_ids = read_array(f"choices[{index}].token_ids", choice.get("token_ids"), INT32, limits)
-        mask = choice.get("sampling_mask")
-        rollouts.append(
-            Rollout(
-                prompt_token_ids=read_array("prompt_token_ids", prompt, INT32, limits),
-                token_ids=token_ids,
-                sampling_mask=None
-                if mask is None
-                else from_vllm(mask, choice.get("sampling_mask_logprobs"), limits=limits),
-                logprobs=_vllm_logprobs(index, choice, token_ids),
-                sampling_params=dict(sampling_params or {}),
-                request_id=str(response.get("request_id") or ""),
-                completion_index=int(choice.get("index", index)),
-                text=str(choice.get("text") or ""),
-                finish_reason=_finish_reason(choice.get("finish_reason")),
-                stop_reason=choice.get("stop_reason"),
-                weight_versions=_spans(choice.get("weight_versions")),
-            )
-        )
-    return rollouts
+    shared = {
+        "prompt_token_ids": _tokens("prompt_token_ids", given, limits),
+        "sampling_params": dict(sampling_params or {}),
+        "request_id": str(response.get("request_id") or ""),
+    }
+    return [
+        _vllm_rollout(f"choices[{index}]", _mapping(f"choices[{index}]", choice), shared, limits)
+        for index, choice in enumerate(response.get("choices") or [])
+    ]
 
 
 def rollouts_from_sglang(
@@ -297,13 +284,13 @@ def rollouts_from_sglang(
             f"repetition_penalty={params['repetition_penalty']}: SGLang's counts the output only, which cannot be "
             "replayed as vLLM's; use frequency_penalty or presence_penalty"
         )
-    meta = response.get("meta_info") or {}
-    token_ids = read_array("output_ids", response.get("output_ids"), INT32, limits)
+    meta = _mapping("meta_info", response.get("meta_info"))
+    token_ids = _tokens("output_ids", response.get("output_ids"), limits)
     mask = from_sglang(meta, limits=limits)
-    reason = meta.get("finish_reason") or {}
+    reason = _mapping("finish_reason", meta.get("finish_reason") or {})
     return [
         Rollout(
-            prompt_token_ids=read_array("prompt_token_ids", prompt_token_ids, INT32, limits),
+            prompt_token_ids=_tokens("prompt_token_ids", prompt_token_ids, limits),
             token_ids=token_ids,
             sampling_mask=mask,
             logprobs=_sglang_logprobs(meta, mask, token_ids),
@@ -332,7 +319,7 @@ def rollouts_from_flat(
     token_ids: [T], prompt, generated and tool tokens (verifiers' Branch.token_ids, slime's and miles' Sample.tokens).
     sampled: [T] flags of the tokens the policy drew. mask: one row a sampled token. logprobs: one a sampled token.
     """
-    tokens = read_array("token_ids", token_ids, INT32, limits)
+    tokens = _tokens("token_ids", token_ids, limits)
     flags = np.asarray(sampled)
     if flags.shape != tokens.shape:
         raise MaskError(f"sampled: {list(flags.shape)} flags for {tokens.size} tokens; each token has its flag")
@@ -358,17 +345,36 @@ def rollouts_from_flat(
     ]
 
 
-def _vllm_logprobs(index: int, choice: Mapping[str, Any], token_ids: NDArray[Any]) -> NDArray[np.float32] | None:
-    content = (choice.get("logprobs") or {}).get("content")
+def _vllm_rollout(name: str, choice: Mapping[str, Any], shared: dict[str, Any], limits: Limits) -> Rollout:
+    token_ids = _tokens(f"{name}.token_ids", choice.get("token_ids"), limits)
+    mask = choice.get("sampling_mask")
+    return Rollout(
+        token_ids=token_ids,
+        sampling_mask=None if mask is None else from_vllm(mask, choice.get("sampling_mask_logprobs"), limits=limits),
+        logprobs=_vllm_logprobs(f"{name}.logprobs", choice.get("logprobs"), token_ids),
+        completion_index=choice.get("index") or 0,
+        text=str(choice.get("text") or ""),
+        finish_reason=_finish_reason(choice.get("finish_reason")),
+        stop_reason=choice.get("stop_reason"),
+        weight_versions=_spans(choice.get("weight_versions")),
+        **shared,
+    )
+
+
+def _vllm_logprobs(name: str, logprobs: object, token_ids: NDArray[np.int32]) -> NDArray[np.float32] | None:
+    content = None if logprobs is None else _mapping(name, logprobs).get("content")
     if content is None:
         return None
-    if len(content) != token_ids.size:
-        raise MaskError(f"choices[{index}].logprobs: {len(content)} entries for {token_ids.size} tokens")
-    for position, (entry, token_id) in enumerate(zip(content, token_ids.tolist(), strict=True)):
-        named = entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:"))
-        if str(named).isdecimal() and int(named) != token_id:
-            raise MaskError(f"choices[{index}].logprobs: position {position} is of token {named}, not {token_id}")
-    return _floats(f"choices[{index}].logprobs", [entry.get("logprob") for entry in content])
+    entries = [_mapping(name, entry) for entry in content]
+    if len(entries) != token_ids.size:
+        raise MaskError(f"{name}: {len(entries)} entries for {token_ids.size} tokens")
+    for position, (entry, token_id) in enumerate(zip(entries, token_ids.tolist(), strict=True)):
+        # Tokens are named by id, or as "token_id:<id>"; in text mode by their text, which names no id.
+        named = str(entry.get("token_id", entry.get("token", ""))).removeprefix("token_id:")
+        by_id = "token_id" in entry or str(entry.get("token", "")).startswith("token_id:")
+        if by_id and named != str(token_id):
+            raise MaskError(f"{name}: position {position} is of token {brief(named)}, not {token_id}")
+    return _floats(name, [entry.get("logprob") for entry in entries])
 
 
 def _sglang_logprobs(
@@ -381,7 +387,7 @@ def _sglang_logprobs(
         raise MaskError(
             f"output_token_sampling_logprobs: {len(drawn)} entries and {len(mask)} rows for {token_ids.size} tokens"
         )
-    if mask.logprobs is None or not isinstance(drawn[0], Sequence):
+    if mask.logprobs is None or not drawn or not isinstance(drawn[0], Sequence):
         return _floats("output_token_sampling_logprobs", drawn)
     if (outside := np.flatnonzero(~mask.contains(token_ids))).size:
         raise MaskError(f"output_token_sampling_mask: the drawn token is outside its row at position {outside[0]}")
@@ -430,6 +436,13 @@ def _checked(mask: SamplingMask) -> SamplingMask:
     return mask
 
 
+def _tokens(name: str, value: object, limits: Limits) -> NDArray[np.int32]:
+    array = read_array(name, value, INT32, limits)
+    if array.size and (array.min() < 0 or array.max() >= 2**31):
+        raise MaskError(f"{name}: token ids must be in [0, 2**31), got {array.min()}..{array.max()}")
+    return array.astype(np.int32)
+
+
 def _floats(name: str, values: object) -> NDArray[np.float32]:
     try:
         array = np.asarray(values, np.float32)
@@ -443,6 +456,12 @@ def _floats(name: str, values: object) -> NDArray[np.float32]:
 def _both_or_neither(first: str, a: object, second: str, b: object) -> None:
     if a is None or b is None:
         raise MaskError(f"{first if a is None else second}: absent; {first} and {second} belong together")
+
+
+def _mapping(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise MaskError(f"{name}: must be an object, got {brief(value)}")
+    return value
 
 
 def _field(holder: object, name: str) -> Any:
