@@ -20,7 +20,7 @@ from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import Scheduler
 from keepmask.errors import RequestError
-from keepmask.outputs import RequestOutput
+from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor, SampledBatch, Sampler, SamplerSpec, prompt_logprobs
 
@@ -187,6 +187,10 @@ class Engine:
         """All there is of the request so far."""
         return self._outputs.request_output(request)
 
+    def delta(self, completion: Completion, start: int, text_start: int) -> CompletionOutput:
+        """The completion from token `start` and character `text_start` on: one chunk of a stream."""
+        return self._outputs.completion_output(completion, start, text_start)
+
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """End these requests where they stand; they keep their tokens and rows. Unknown ids are passed over."""
         aborted = [request for request_id in request_ids if (request := self._requests.get(request_id)) is not None]
@@ -237,6 +241,7 @@ class Engine:
         self._num_generated += 1
         if (entry := sampled.logprobs.row_logprobs(at)) is not None:
             completion.logprobs.append(entry)
+            completion.cumulative_logprob += float(entry.values[0])
         if completion.supports is not None:
             assert sampled.mask is not None
             completion.supports.append(*sampled.mask.row(at))

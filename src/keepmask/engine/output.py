@@ -122,7 +122,10 @@ class OutputBuilder:
         )
 
     def completion_output(self, completion: Completion, start: int = 0, text_start: int = 0) -> CompletionOutput:
-        """The completion from token `start` and character `text_start` on; log-probs, rows and versions follow."""
+        """The completion from token `start` and character `text_start` on; log-probs, rows and versions follow.
+
+        cumulative_logprob is of the whole completion so far.
+        """
         finished = completion.state is State.FINISHED
         text = self._text(completion, finished=finished)
         wanted = completion.request.params.logprobs is not None
@@ -131,7 +134,7 @@ class OutputBuilder:
             index=completion.index,
             text=text[text_start:],
             token_ids=completion.token_ids[start:],
-            cumulative_logprob=sum(float(entry.values[0]) for entry in entries) if wanted else None,
+            cumulative_logprob=completion.cumulative_logprob if wanted else None,
             logprobs=[self._entries(entry) for entry in entries[start:]] if wanted else None,
             sampling_mask=None if completion.supports is None else completion.supports.mask(start),
             finish_reason=completion.finish_reason,

@@ -76,6 +76,8 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     """Every drawn token, in order."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    """Sum of the drawn tokens' entries in `logprobs`."""
     supports: SupportRows | None = None
     text: CompletionText | None = None
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
