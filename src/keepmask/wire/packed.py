@@ -1,4 +1,4 @@
-"""The base64 object: `{"ids": ..., "counts": ...}`, little-endian arrays in base64, zlib-compressed when that is shorter."""
+"""The base64 object, `{"ids": ..., "counts": ...}`: little-endian arrays, zlib-compressed when shorter, in base64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.wire.limits import DEFAULT_LIMITS, Limits
-from keepmask.wire.nested import finite_float32
 
 __all__ = ["pack", "unpack"]
 
@@ -66,7 +65,7 @@ def unpack(packed: Any, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
     if "logprobs" not in packed:
         return SamplingMask(ids, offsets)
     logprobs = _array(packed, "logprobs", "<f4", most=limits.max_ids, limits=limits, inflate=False)
-    return SamplingMask(ids, offsets, finite_float32(logprobs))
+    return SamplingMask(ids, offsets, logprobs)
 
 
 def _array(

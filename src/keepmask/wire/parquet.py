@@ -1,0 +1,150 @@
+"""Parquet: how rollout tables lie in a file, how a file is read without trusting it, how files are merged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from keepmask import __version__
+from keepmask.errors import MaskError
+from keepmask.wire.arrow import load_pyarrow
+from keepmask.wire.rollouts import schema
+
+__all__ = ["Footer", "RowGroup", "keys", "merge", "read_footer", "read_table", "row_groups", "write_table"]
+
+FORMAT = 1
+"""Version of the layout in docs/format.md; a reader refuses a newer one."""
+
+_KEY = b"keepmask"
+_ZSTD_LEVEL = 3
+_ROW_GROUP_BYTES = 2**26  # uncompressed; what a reader holds at a time
+_CACHED_ROW_GROUPS = 64  # requests finish nearly in order, so merging them in order reads few parts at a time
+
+
+class Footer(NamedTuple):
+    """What a rollout file says about itself."""
+
+    run: dict[str, Any]
+    """What the writer was told about the run."""
+    token_text: dict[int, str]
+    """Text of each token id in the file; empty where the writer had no tokenizer."""
+    keepmask: str = __version__
+    """Version that wrote the file."""
+
+
+class RowGroup(NamedTuple):
+    """One row group of a file."""
+
+    file: Path
+    number: int
+
+
+def write_table(stream: IO[bytes], table: Any, footer: Footer) -> None:
+    """Write one table as one row group."""
+    with _writer(stream, footer) as writer:
+        writer.write_table(table)
+
+
+def read_footer(file: Path) -> Footer:
+    """Raises MaskError when the file is no rollout file, or of a newer format."""
+    with _opened(file) as parquet:
+        value = (parquet.schema_arrow.metadata or {}).get(_KEY)
+        if value is None:
+            raise MaskError(f"{file}: a Parquet file, but not one of rollouts")
+        document = json.loads(value)
+        if document["format"] > FORMAT:
+            raise MaskError(
+                f"{file}: has format {document['format']}, written by keepmask {document['keepmask']}; "
+                f"this version reads format {FORMAT}: upgrade keepmask"
+            )
+        texts = {int(token_id): str(text) for token_id, text in document["token_text"].items()}
+        return Footer(dict(document["run"]), texts, str(document["keepmask"]))
+
+
+def row_groups(file: Path) -> list[RowGroup]:
+    """The row groups of a file, in order."""
+    with _opened(file) as parquet:
+        return [RowGroup(file, number) for number in range(parquet.num_row_groups)]
+
+
+def read_table(group: RowGroup) -> Any:
+    """The rows of a row group, their checksums verified."""
+    with _opened(group.file) as parquet:
+        return parquet.read_row_group(group.number)
+
+
+def keys(table: Any) -> list[tuple[str, int]]:
+    """Request id and completion index of each row."""
+    return list(zip(table["request_id"].to_pylist(), table["completion_index"].to_pylist(), strict=True))
+
+
+def merge(groups: Sequence[RowGroup], stream: IO[bytes], run: Mapping[str, Any]) -> None:
+    """Write the rows of all groups as one file, each once, ordered by request id and completion index."""
+    texts: dict[int, str] = {}
+    for file in dict.fromkeys(group.file for group in groups):
+        texts |= read_footer(file).token_text
+    places: dict[tuple[str, int], tuple[RowGroup, int]] = {}
+    for group in groups:
+        for row, key in enumerate(keys(read_table(group))):
+            places.setdefault(key, (group, row))
+    table_of = lru_cache(_CACHED_ROW_GROUPS)(read_table)
+    pa = load_pyarrow()
+    with _writer(stream, Footer(dict(run), texts)) as writer:
+        for rows in _runs([places[key] for key in sorted(places, key=_natural)], table_of):
+            writer.write_table(pa.concat_tables(rows).replace_schema_metadata(None))
+
+
+def _runs(places: Sequence[tuple[RowGroup, int]], table_of: Callable[[RowGroup], Any]) -> Iterator[list[Any]]:
+    """The rows at these places as one-row tables, in lists of at most a row group's bytes (or one row)."""
+    rows: list[Any] = []
+    num_bytes = 0
+    for group, row in places:
+        table = table_of(group).slice(row, 1)
+        num_bytes += table.nbytes
+        if rows and num_bytes > _ROW_GROUP_BYTES:
+            yield rows
+            rows, num_bytes = [], table.nbytes
+        rows.append(table)
+    if rows:
+        yield rows
+
+
+def _natural(key: tuple[str, int]) -> tuple[list[Any], str, int]:
+    """Orders request ids with the numbers in them by value: req-2 before req-10."""
+    request_id, completion_index = key
+    parts = re.split(r"(\d{1,18})", request_id)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], request_id, completion_index
+
+
+def _writer(stream: IO[bytes], footer: Footer) -> Any:
+    document = {"format": FORMAT, "keepmask": footer.keepmask, "run": footer.run, "token_text": footer.token_text}
+    numbers = "list.element.list.element"
+    return load_pyarrow("pyarrow.parquet").ParquetWriter(
+        stream,
+        schema().with_metadata({_KEY: json.dumps(document).encode()}),
+        compression="zstd",
+        compression_level=_ZSTD_LEVEL,
+        # Ids are plain: zstd makes them smaller than a dictionary or deltas do. Floats: their bytes compress apart.
+        use_dictionary=["finish_reason", "sampling_params"],
+        column_encoding={f"sampling_mask_logprobs.{numbers}": "BYTE_STREAM_SPLIT"},
+        write_page_checksum=True,
+        store_schema=False,  # it would hold the footer a second time, and the types are Parquet's own
+    )
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A Parquet file open for reading; whatever is wrong with its bytes becomes a MaskError that names it."""
+    pa, pq = load_pyarrow(), load_pyarrow("pyarrow.parquet")
+    with file.open("rb") as stream:
+        try:
+            yield pq.ParquetFile(stream, page_checksum_verification=True)
+        except MaskError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MaskError(f"{file}: damaged, or not a rollout file: {str(error)[:200]}") from error
