@@ -85,16 +85,15 @@ def bad_words(z: Row, words: Sequence[Ids], output: Ids) -> Row:
 def thinking_force(budget: int | None, prompt: Ids, output: Ids, start: Ids, end: Ids) -> int | None:
     """The id that must come next because the thinking budget is spent, or None.
 
-    Thinking is open where the last start sequence of prompt + output comes after the last end sequence. It may hold
-    `budget` tokens. Then the ids of `end` come one by one, going on from as many of them as the text ends with.
+    A span opens behind a start sequence outside of spans and closes behind the next end sequence. It may hold `budget`
+    tokens. Then the ids of `end` come one by one, going on from as many of them as the span ends with.
     """
     if budget is None or not start or not end:
         return None
-    text = [*prompt, *output]
-    opened, closed = _last_end(text, start), _last_end(text, end)
-    if opened is None or (closed is not None and closed > opened) or len(text) - opened < budget:
+    span = _open_span([*prompt, *output], start, end)
+    if span is None or len(span) < budget:
         return None
-    done = max(count for count in range(len(end)) if _ends_with(text[opened:], end[:count]))
+    done = max(count for count in range(len(end)) if _ends_with(span, end[:count]))
     return end[done]
 
 
@@ -107,10 +106,13 @@ def _ends_with(ids: Ids, tail: Ids) -> bool:
     return len(tail) <= len(ids) and list(ids[len(ids) - len(tail) :]) == list(tail)
 
 
-def _last_end(ids: Ids, part: Ids) -> int | None:
-    """Where the last occurrence of `part` ends in `ids`."""
-    ends = [i for i in range(len(part), len(ids) + 1) if list(ids[i - len(part) : i]) == list(part)]
-    return ends[-1] if ends else None
+def _open_span(text: Ids, start: Ids, end: Ids) -> Ids | None:
+    """The tokens of the span that the text leaves open, None where it leaves none open."""
+    opened, behind = False, 0
+    for i in range(1, len(text) + 1):
+        if _ends_with(text[behind:i], end if opened else start):
+            opened, behind = not opened, i
+    return text[behind:] if opened else None
 
 
 # ---------------------------------------------------------------- steps 8 to 10: filters

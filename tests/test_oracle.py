@@ -206,6 +206,8 @@ def test_a_spent_thinking_budget_forces_the_end_tokens_one_by_one():
     assert force([7, 8, 1, 2, 3], []) == 9  # spent in the prompt already
     assert force([], [7, 8, 1, 9, 10, 5, 5, 5]) is None  # closed before the budget was spent
     assert force([], [7, 8, 1, 9, 10, 7, 8, 5, 5]) == 9  # opened again
+    assert force([7, 8], [1, 7, 8]) == 9  # a start inside of a span is a token of it
+    assert force([7, 8], [1, 9]) == 10  # goes on with an end that has begun by itself
     assert force([7, 8], [], budget=0) == 9
     assert force([7, 8], [1] * 50, budget=None) is None
 
