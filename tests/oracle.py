@@ -210,8 +210,8 @@ def _mass_before(z: Row, p: float) -> tuple[Row, Row, float, float]:
     weights = np.exp(z[order] - z.max())
     upto = np.cumsum(weights)
     before = np.concatenate([[0.0], upto[:-1]])
-    exact = np.isin(weights, (0.0, 1.0)).all()
-    return order, before, upto[-1], math.inf if exact else float(np.abs(before / upto[-1] - p).min())
+    exact = z.size == 1 or np.isin(weights, (0.0, 1.0)).all()
+    return order, before, upto[-1], math.inf if exact else float(np.abs(before[1:] / upto[-1] - p).min())
 
 
 def _scattered(order: Row, keep_in_order: NDArray[np.bool_]) -> NDArray[np.bool_]:

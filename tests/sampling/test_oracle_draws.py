@@ -27,10 +27,8 @@ def test_histories_of_several_steps_are_the_oracles(impl, data):
     for _ in range(6):
         drawn = sampled(sampler, batch, rows)
         for i, request in enumerate(batch):
-            step = truth(world, request)
-            if step is None or not close_call(step):
-                assert_row(drawn, i, step)
-            token_id = 0 if step is None else step.token_id
+            assert_row(drawn, i, world, request)
+            token_id = max(int(drawn.token_ids[i]), 0)
             rows[i].append(token_id)
             request.output = [*request.output, token_id]
             request.logits = np.roll(request.logits, 1)
@@ -59,15 +57,15 @@ def test_a_row_is_the_same_alone_in_company_and_without_masks(case, random):
                 np.testing.assert_array_equal(mine, yours)
 
 
-@given(st.data())
-def test_close_calls_are_rare(data):
-    """The comparison leaves out only what float64 rounding decides, and says so here."""
-    world, batch = data.draw(batches(max_size=1))
-    step = truth(world, batch[0])
-    if step is None or not close_call(step):
-        return
-    # A close call of a filter is a sum or a logit on its boundary; a draw that close has probability 1e-9.
-    assert batch[0].params.truncates
+def test_close_calls_are_rare():
+    """Rows that are only bracketed, because rounding decides them, are few where nothing invites them."""
+    rng = np.random.default_rng(0)
+    steps = [
+        truth(World(50), Request(rng.normal(0, 3, 50).astype(np.float32), params, seed=seed))
+        for seed in range(300)
+        for params in (SamplingParams(top_p=0.9, min_p=0.05), SamplingParams(top_p=0.8, sampling_semantics="hf"))
+    ]
+    assert not any(close_call(step) for step in steps)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
