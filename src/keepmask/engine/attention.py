@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from keepmask.engine.batch import ChunkSpan, ForwardBatch
 from keepmask.errors import ConfigError
-from keepmask.kernels.paged_attention import AttentionImpl, decode_attention
+from keepmask.kernels.paged_attention import AttentionImpl, decode_attention, store_tokens
 
 __all__ = ["NAME", "AttentionContext", "KVCache", "LayerCache", "register"]
 
@@ -34,11 +34,6 @@ class LayerCache:
     """[num_blocks, Hkv, D, block_size]"""
     values: Tensor
     """[num_blocks, Hkv, block_size, D]"""
-
-    def store(self, keys: Tensor, values: Tensor, batch: ForwardBatch) -> None:
-        """Put keys and values [T, Hkv, D] in the slots of their tokens."""
-        self.keys[batch.slot_blocks, :, :, batch.slot_offsets] = keys
-        self.values[batch.slot_blocks, :, batch.slot_offsets] = values
 
     def gather(self, blocks: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values [Hkv, L, D] of the first L = context_len tokens in these blocks."""
@@ -125,7 +120,15 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
 
     queries = query[0].transpose(0, 1)  # [T, Hq, D]
-    cache.store(key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
+    store_tokens(
+        cache.keys,
+        cache.values,
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        batch.slot_blocks,
+        batch.slot_offsets,
+        impl=keepmask.impl,
+    )
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     single = batch.num_single
     if single:

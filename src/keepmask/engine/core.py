@@ -202,6 +202,10 @@ class Engine:
             del self._requests[request.request_id]
         return aborted
 
+    def reset_prefix_cache(self) -> None:
+        """New requests compute their prompts anew, whatever was computed before."""
+        self._pool.forget_all()
+
     def step(self) -> list[Request]:
         """One forward and the draws that follow from it; returns the requests that have new tokens or ended."""
         plan = self._scheduler.schedule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from keepmask.engine.kvcache import BlockPool
@@ -43,15 +43,16 @@ class Schedule:
 class Scheduler:
     """First come, first served, within a budget of tokens, completions and KV blocks per step.
 
-    Completions that are decoding go first; what is left of the token budget goes to prompts, in chunks. When blocks
-    run out, the completion that came last gives up its blocks and is computed again later: it keeps its tokens.
+    Running completions go first, the one that started first foremost; what is left of the token budget goes to waiting
+    ones. A prompt longer than the budget is computed in chunks. When blocks run out, the running completion that
+    started last gives up its blocks and is computed again later: it keeps its tokens.
     """
 
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Completion] = deque()
+        self.waiting: OrderedDict[Completion, None] = OrderedDict()  # a queue that gives up any entry at once
         self.running: list[Completion] = []
         self.num_preemptions = 0
 
@@ -59,7 +60,7 @@ class Scheduler:
         """Queue a new request: its first completion computes the prompt, its siblings wait for that."""
         first = request.completions[0]
         first.state = State.WAITING
-        self.waiting.append(first)
+        self.waiting[first] = None
 
     def schedule(self) -> Schedule:
         """Choose the next step's work and reserve its blocks. Empty only when nothing is left to do."""
@@ -82,10 +83,10 @@ class Scheduler:
 
     def remove(self, completion: Completion) -> None:
         """Forget a finished completion and free its blocks."""
-        if completion in self.running:
+        if completion in self.waiting:
+            del self.waiting[completion]
+        elif completion in self.running:
             self.running.remove(completion)
-        elif completion in self.waiting:
-            self.waiting.remove(completion)
         self._free(completion)
         if not any(other.state in (State.WAITING, State.RUNNING) for other in completion.request.completions):
             self._release_held(completion.request)
@@ -140,14 +141,14 @@ class Scheduler:
     def _admit(self, plan: Schedule, budget: int) -> None:
         """Move waiting completions to the running ones while budget, places and blocks allow."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            completion = self.waiting[0]
+            completion = next(iter(self.waiting))
             if (donor := self._donor(completion)) is not None:
                 started = self._fork(plan, completion, donor)
             else:
                 started = self._start(completion)
             if not started:
                 return
-            self.waiting.popleft()
+            del self.waiting[completion]
             completion.state = State.RUNNING
             self.running.append(completion)
             num_tokens = min(completion.num_pending, budget)
@@ -192,13 +193,13 @@ class Scheduler:
         completion.blocks = [*shared, own]
         completion.num_computed = last
         completion.num_registered = len(shared)
+        completion.registers = donor.registers
         return True
 
     def _preempt(self, completion: Completion) -> None:
         self.running.remove(completion)
         self._free(completion)
-        completion.state = State.WAITING
-        self.waiting.appendleft(completion)
+        self._put_first(completion)
         self.num_preemptions += 1
 
     def _free(self, completion: Completion) -> None:
@@ -212,5 +213,9 @@ class Scheduler:
         """Siblings may start: they share the prompt that is there now, or compute it themselves."""
         held = [completion for completion in request.completions if completion.state is State.HELD]
         for completion in reversed(held):
-            completion.state = State.WAITING
-            self.waiting.appendleft(completion)
+            self._put_first(completion)
+
+    def _put_first(self, completion: Completion) -> None:
+        completion.state = State.WAITING
+        self.waiting[completion] = None
+        self.waiting.move_to_end(completion, last=False)

@@ -1,15 +1,22 @@
-"""Attention of one query a sequence over keys and values in blocks."""
+"""Keys and values in blocks: storing those of new tokens, and attention of one query a sequence.
+
+The functions here define the operations; `cpu_attention` computes the same on CPUs where numba is installed.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionImpl", "decode_attention"]
+__all__ = ["AttentionImpl", "decode_attention", "store_tokens"]
 
-AttentionImpl = Literal["auto", "reference", "cpu"]
+AttentionImpl = Literal["auto", "reference"]
 
 
 def decode_attention(
@@ -31,7 +38,44 @@ def decode_attention(
     Returns [S, Hq, D] in query's dtype. Query head h reads head h // (Hq / Hkv) of keys and values.
     softcap(x) = softcap · tanh(x / softcap), or x where softcap is None.
     """
+    if (kernel := _compiled(keys, impl)) is not None:
+        return kernel.decode(  # type: ignore[no-any-return]
+            query, keys, values, block_tables, context_lens, scale=scale, window=window, softcap=softcap
+        )
     return _reference(query, keys, values, block_tables, context_lens, scale=scale, window=window, softcap=softcap)
+
+
+def store_tokens(
+    keys: Tensor,
+    values: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    blocks: Tensor,
+    offsets: Tensor,
+    *,
+    impl: AttentionImpl = "auto",
+) -> None:
+    """keys[blocks[t], :, :, offsets[t]] = new_keys[t] and values[blocks[t], :, offsets[t]] = new_values[t], in place.
+
+    keys: [num_blocks, Hkv, D, block_size]. values: [num_blocks, Hkv, block_size, D]. new_keys, new_values: [T, Hkv, D].
+    blocks, offsets: [T] int64, distinct slots.
+    """
+    if (kernel := _compiled(keys, impl)) is not None:
+        kernel.store(keys, values, new_keys, new_values, blocks, offsets)
+        return
+    keys[blocks, :, :, offsets] = new_keys
+    values[blocks, :, offsets] = new_values
+
+
+def _compiled(keys: Tensor, impl: AttentionImpl) -> ModuleType | None:
+    """The module of compiled kernels, where they can serve this cache and `impl` allows them."""
+    kernel = None if impl == "reference" else _module()
+    return kernel if kernel is not None and kernel.supports(keys) else None
+
+
+@cache
+def _module() -> ModuleType | None:
+    return import_module("keepmask.kernels.cpu_attention") if find_spec("numba") else None
 
 
 def _reference(
