@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from keepmask.replay.ids import places_in
+
 __all__ = ["LogitBias", "TokenHistory"]
 
 
@@ -91,7 +93,7 @@ class TokenHistory:
         """The same for each of `ids`: (anywhere, in the request's output), both [T, len(ids)] int32."""
         base = self.offsets[:-1][self.sequences]
         rows, places = _expand(self.lengths, base)
-        columns, inside = _columns(self.ids[places], ids)
+        columns, inside = places_in(self.ids[places], ids)
         rows, columns, places = rows[inside], columns[inside], places[inside]
         in_output = (places - base[rows] >= self.starts[rows]).to(torch.int32)
         anywhere = torch.zeros(self.lengths.numel(), len(ids), dtype=torch.int32, device=self.ids.device)
@@ -162,7 +164,7 @@ class LogitBias:
     def dense(self, ids: range) -> Tensor:
         """[T, len(ids)] float32: what is added to the logit of each of `ids`."""
         rows, places = _expand(self.offsets.diff()[self.requests], self.offsets[:-1][self.requests])
-        columns, inside = _columns(self.ids[places], ids)
+        columns, inside = places_in(self.ids[places], ids)
         bias = torch.zeros(self.requests.numel(), len(ids), dtype=self.values.dtype, device=self.ids.device)
         return bias.index_put_((rows[inside], columns[inside]), self.values[places[inside]])
 
@@ -180,13 +182,6 @@ def _expand(counts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
     within = torch.arange(rows.numel(), device=counts.device) - (counts.cumsum(0) - counts)[rows]
     return rows, starts[rows] + within
-
-
-def _columns(values: Tensor, ids: range) -> tuple[Tensor, Tensor]:
-    """The place of each value in `ids`, and whether it has one."""
-    columns = torch.div(values - ids.start, ids.step, rounding_mode="floor")
-    inside = (columns >= 0) & (columns < len(ids)) & (values == ids.start + columns * ids.step)
-    return columns, inside
 
 
 def _cat_ragged(values: list[Tensor], offsets: list[Tensor], owners: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
+from keepmask.replay.ids import places_in
 
 __all__ = ["ActiveRows", "IdOrder", "Support", "listed_rows"]
 
@@ -118,7 +119,15 @@ class Support:
             return self._active
         return self.remember("active", (rows,), lambda: self._restrict((rows & (self.counts > 1)).nonzero()[:, 0]))
 
-    def remember(self, name: str, inputs: tuple[Tensor | str | None, ...], make: Callable[[], R]) -> R:
+    def restrict(self, ids: range) -> tuple[Support, Tensor]:
+        """The same rows with only those pairs whose id is in `ids`, and their numbers [M]. Rows may become empty."""
+        inside = places_in(self.ids, ids)[1]
+        pairs = inside.nonzero()[:, 0]
+        before = torch.zeros(self.num_pairs + 1, dtype=torch.int64, device=self.ids.device)
+        torch.cumsum(inside, 0, out=before[1:])
+        return Support(self.ids[pairs], before[self.offsets]), pairs
+
+    def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], R]) -> R:
         """`make()`, or what it gave last time under this name if these are the same, unmodified objects.
 
         One batch is scored several times (old, reference and current policy, each epoch): its plan is made once.

@@ -1,0 +1,173 @@
+"""Products of hidden states and head rows at (row, id) pairs: all the matrix work that scoring on supports needs.
+
+A rows of the T hidden states are scored, `rows` [A] int64 being their numbers. Pair m of M joins hidden state
+`rows[index[m]]` and head row `ids[m]`; the pairs of a row stand together, `offsets` [A+1] int64 being their CSR form.
+Arithmetic is float32, or float64 where the inputs are, whatever the inputs' type. Nothing here is of size
+[T, V] or [M, E].
+
+impl: "gather" is the definition, in plain PyTorch, for any device: three forms of `embedding_bag`. "numba" reads each
+row once in its own type and is several times faster on a CPU; it needs numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "Impl",
+    "add_weight_gradient",
+    "hidden_gradient",
+    "numba_can_read",
+    "pair_logits",
+    "weight_gradient_rows",
+    "wide",
+]
+
+Impl = Literal["gather", "numba"]
+
+_SUM = 0  # embedding_bag's number for this mode
+_BLOCK_FLOATS = 2**18  # floats in a block of gradient rows: 1 MB, which a core's cache holds
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of the arithmetic on inputs of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def numba_can_read(*tensors: Tensor) -> bool:
+    """Whether impl="numba" takes these tensors: it is installed; they are contiguous float32 or bfloat16 on the CPU."""
+    return _has_numba() and all(
+        t.device.type == "cpu" and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16) for t in tensors
+    )
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
+def pair_logits(
+    hidden: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    index: Tensor,
+    *,
+    max_pairs: int,
+    impl: Impl,
+) -> Tensor:
+    """Equals `(hidden[rows[index]] * weight[ids]).sum(-1)`; [M].
+
+    hidden: [T, E]. weight: [V, E]. ids: [M] int32 or int64. max_pairs: how many head rows may be converted at a time.
+    """
+    if impl == "numba":
+        from keepmask.kernels import numba_replay
+
+        return numba_replay.pair_logits(hidden, rows, weight, ids, offsets)
+    states = hidden[rows].to(wide(weight.dtype))
+    if weight.dtype == states.dtype:
+        return _sampled_product(states, weight, ids, index, offsets)
+    result = states.new_empty(ids.numel())
+    for chunk, pairs in _chunks(offsets, max_pairs):
+        head_rows, places = _converted_rows(weight, ids[pairs])
+        starts = offsets[chunk.start : chunk.stop + 1] - pairs.start
+        result[pairs] = _sampled_product(states[chunk], head_rows, places, index[pairs] - chunk.start, starts)
+    return result
+
+
+def hidden_gradient(
+    out: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *,
+    max_pairs: int,
+    impl: Impl,
+) -> None:
+    """Equals `out[rows] = zeros(A, E).index_add(0, index, grad[:, None] * weight[ids])`, each sum rounded once.
+
+    out: [T, E], its other rows are left as they are. grad: [M]. weight: [V, E].
+    """
+    if impl == "numba":
+        from keepmask.kernels import numba_replay
+
+        return numba_replay.hidden_gradient(out, rows, grad, weight, ids, offsets)
+    if weight.dtype == grad.dtype:
+        out[rows] = _weighted_sums(weight, ids, offsets, grad).to(out.dtype)
+        return None
+    for chunk, pairs in _chunks(offsets, max_pairs):
+        head_rows, places = _converted_rows(weight, ids[pairs])
+        starts = offsets[chunk.start : chunk.stop + 1] - pairs.start
+        out[rows[chunk]] = _weighted_sums(head_rows, places, starts, grad[pairs]).to(out.dtype)
+    return None
+
+
+def add_weight_gradient(
+    out: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor, rows: Tensor, offsets: Tensor, *, impl: Impl
+) -> None:
+    """Equals `out[ids] += weight_gradient_rows(grad, hidden, rows, offsets)`, each sum rounded once.
+
+    out: [V, E], of any floating-point type. ids: [U] int64, distinct. The rest as there.
+    """
+    if impl == "numba":
+        from keepmask.kernels import numba_replay
+
+        return numba_replay.add_weight_gradient(out, ids, grad, hidden, rows, offsets)
+    step = max(1, _BLOCK_FLOATS // hidden.shape[1]) if out.device.type == "cpu" else max(1, ids.numel())
+    hidden = hidden.to(grad.dtype)
+    for start in range(0, ids.numel(), step):
+        block = slice(start, min(start + step, ids.numel()))
+        bounds = offsets[block.start : block.stop + 1]
+        pairs = slice(None) if step == ids.numel() else slice(int(bounds[0]), int(bounds[-1]))
+        sums = _weighted_sums(hidden, rows[pairs], bounds - bounds[0], grad[pairs])
+        out[ids[block]] = (out[ids[block]] + sums).to(out.dtype)
+    return None
+
+
+def weight_gradient_rows(grad: Tensor, hidden: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """[U, E]: row u is the sum of `grad[m] * hidden[rows[m]]` over m in offsets[u]:offsets[u + 1].
+
+    grad: [M], the pairs ordered by id. hidden: [T, E]. rows: [M] int64, the hidden state of each. offsets: [U+1].
+    """
+    return _weighted_sums(hidden.to(grad.dtype), rows, offsets, grad)
+
+
+def _sampled_product(hidden: Tensor, weight: Tensor, ids: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    # The gradient of embedding_bag by its per-sample weights is this very product, and gathers no rows.
+    product: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        hidden, weight, ids, offsets[:-1].to(ids.dtype), index.to(ids.dtype), _SUM, -1
+    )
+    return product
+
+
+def _weighted_sums(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    return F.embedding_bag(
+        ids, table, offsets.to(ids.dtype), per_sample_weights=weights, mode="sum", include_last_offset=True
+    )
+
+
+def _converted_rows(weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The head rows that occur among `ids`, each converted once, and where each id now stands."""
+    distinct, places = torch.unique(ids, return_inverse=True)
+    return weight[distinct].to(wide(weight.dtype)), places
+
+
+def _chunks(offsets: Tensor, max_pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Runs of whole rows of at most `max_pairs` pairs (or one row), and their pairs."""
+    bounds = offsets.cpu()
+    start, num_rows = 0, bounds.numel() - 1
+    while start < num_rows:
+        limit = bounds[start] + max_pairs
+        stop = max(start + 1, int(torch.searchsorted(bounds, limit, right=True)) - 1)
+        yield slice(start, stop), slice(int(bounds[start]), int(bounds[stop]))
+        start = stop

@@ -1,0 +1,170 @@
+"""The two autograd functions behind `logprobs`: scores of logits that exist, and scores of a head's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepmask.kernels.replay_pairs import wide
+from keepmask.replay.head import HeadForm, HeadGradients, HeadLogits, Products, WeightGrad
+from keepmask.replay.scoring import Job, Kept, ScoreGradients, ScoreTensors, score, send_back
+from keepmask.replay.source import TableLogits
+
+__all__ = ["HeadOptions", "head_scores", "table_scores"]
+
+
+def table_scores(logits: Tensor, job: Job) -> ScoreTensors:
+    """The scores of `job` out of logits [T, V], differentiable in them."""
+    return ScoreTensors(*_TableScores.apply(logits, job))
+
+
+def head_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, options: HeadOptions) -> ScoreTensors:
+    """The scores of `job` out of hidden states [T, E] and a head [V, E], differentiable in them and in the bias [V]."""
+    return ScoreTensors(*_HeadScores.apply(hidden, weight, bias, job, options))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadOptions:
+    """How to go about a head."""
+
+    form: HeadForm
+    ids: range
+    """The token id of each row of the head."""
+    products: Products
+    max_pairs: int
+    weight_grad: WeightGrad
+    parameter: Tensor
+    """The weight as the caller holds it, whose gradient buffer `weight_grad="accumulate"` adds to."""
+
+
+class _TableScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, job: Job) -> tuple[Tensor | None, ...]:
+        tensors, kept = score(TableLogits(logits), job)
+        _keep(ctx, job, tensors, kept, logits)
+        return tensors
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        (logits,), kept = _kept(ctx)
+        grad = torch.zeros_like(logits)
+        send_back(TableLogits(logits, grad), ctx.job, kept, ScoreGradients(*gradients[:4]))
+        return grad, None
+
+
+class _HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, options: HeadOptions
+    ) -> tuple[Tensor | None, ...]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            tensors, kept = score(_head(hidden, weight, bias, options), job)
+        ctx.options = options
+        _keep(ctx, job, tensors, kept, hidden, weight, bias)
+        return tensors
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (hidden, weight, bias), kept = _kept(ctx)
+        job, options = ctx.job, ctx.options
+        out = _gradient_buffers(hidden, weight, bias, ctx.needs_input_grad, job, options)
+        with torch.autocast(hidden.device.type, enabled=False):
+            source = _head(hidden, weight, bias, options)
+            source.gradients = out
+            send_back(source, job, kept, ScoreGradients(*gradients[:4]))
+        return (
+            _finished_hidden(out, hidden, job),
+            _finished_weight(out, weight, options),
+            None if out.bias is None or bias is None else out.bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> HeadLogits:
+    return HeadLogits(
+        hidden,
+        weight,
+        bias,
+        form=options.form,
+        ids=options.ids,
+        products=options.products,
+        max_pairs=options.max_pairs,
+    )
+
+
+def _keep(ctx: Any, job: Job, tensors: ScoreTensors, kept: Kept, *inputs: Tensor | None) -> None:
+    """Note what the backward pass needs, and which outputs have none."""
+    ctx.job = job
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*inputs, *kept)
+    ctx.set_materialize_grads(False)
+    constants = [tensors.log_normalizer, tensors.full_log_normalizer]
+    constants += [tensors.entropy] if job.entropy == "value" else []
+    ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
+
+
+def _kept(ctx: Any) -> tuple[tuple[Any, ...], Kept]:
+    saved = ctx.saved_tensors
+    return saved[: ctx.num_inputs], Kept(*saved[ctx.num_inputs :])
+
+
+def _gradient_buffers(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needed: tuple[bool, ...],
+    job: Job,
+    options: HeadOptions,
+) -> HeadGradients:
+    out = HeadGradients()
+    dtype = wide(hidden.dtype)
+    if needed[0]:
+        # Parts of several processes are added up before they are rounded to the type of the hidden states.
+        out.hidden = torch.zeros_like(hidden, dtype=dtype if job.vocab_parallel is not None else None)
+        same = out.hidden.dtype == dtype or not job.plan.full_rows.numel()
+        out.full_hidden = out.hidden if same else torch.zeros_like(hidden, dtype=dtype)
+    if needed[1] and options.weight_grad == "accumulate":
+        out.weight = _accumulated(options.parameter)
+    elif needed[1] and options.weight_grad == "dense":
+        out.weight = torch.zeros_like(weight)
+    out.wants_rows = needed[1] and options.weight_grad == "sparse_rows"
+    if bias is not None and needed[2]:
+        out.bias = torch.zeros_like(bias, dtype=dtype)
+    return out
+
+
+def _finished_hidden(out: HeadGradients, hidden: Tensor, job: Job) -> Tensor | None:
+    if out.hidden is None or out.full_hidden is None:
+        return None
+    if out.full_hidden is not out.hidden:
+        out.hidden[job.plan.full_rows] = out.full_hidden[job.plan.full_rows].to(out.hidden.dtype)
+    if job.vocab_parallel is not None and job.vocab_parallel.reduce_hidden:
+        job.vocab_parallel.sum(out.hidden)
+    return out.hidden.to(hidden.dtype)
+
+
+def _finished_weight(out: HeadGradients, weight: Tensor, options: HeadOptions) -> Tensor | None:
+    if options.weight_grad == "dense":
+        return out.weight
+    if out.weight_rows is None:
+        return None
+    rows, values = out.weight_rows
+    return torch.sparse_coo_tensor(
+        rows[None], values.to(weight.dtype), weight.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _accumulated(parameter: Tensor) -> Tensor:
+    """The buffer that gradients of `parameter` are added up in: `main_grad`, or `grad`, made if there is none."""
+    buffer: Tensor | None = getattr(parameter, "main_grad", None)
+    if buffer is None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        buffer = parameter.grad
+    return buffer.to_local() if hasattr(buffer, "to_local") else buffer

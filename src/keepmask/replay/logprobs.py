@@ -1,0 +1,255 @@
+"""`logprobs_from_hidden`, `logprobs_from_logits`: exact scores of drawn tokens on the supports they were drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from keepmask.kernels.replay_pairs import numba_can_read, wide
+from keepmask.mask import SamplingMask
+from keepmask.replay.autograd import HeadOptions, head_scores, table_scores
+from keepmask.replay.head import HeadForm, Products, WeightGrad
+from keepmask.replay.parallel import VocabParallel, local_tensors
+from keepmask.replay.plan import OnEmpty, OnOutside, as_support, plan_rows
+from keepmask.replay.scores import SupportScores
+from keepmask.replay.scoring import Entropy, Job, ScoreTensors
+from keepmask.replay.support import Support
+from keepmask.replay.transforms import TokenTransforms
+
+__all__ = ["Impl", "logprobs_from_hidden", "logprobs_from_logits"]
+
+Impl = Literal["auto", "gather", "numba", "dense", "reference"]
+
+_CONVERTED_FLOATS = 2**22  # head entries converted at a time: 16 MB of float32
+_DENSE_SHARE = 1 / 8  # of the vocabulary, in the mean support: above it three dense products are faster on a CPU
+
+
+def logprobs_from_logits(
+    logits: Tensor,
+    targets: Tensor,
+    mask: SamplingMask | Support,
+    *,
+    transforms: TokenTransforms | None = None,
+    entropy: Entropy = "none",
+    ref_member_logprobs: Tensor | None = None,
+    on_empty: OnEmpty = "full",
+    on_outside: OnOutside = "error",
+    loss_mask: Tensor | None = None,
+    full_log_normalizer: bool = False,
+) -> SupportScores:
+    """The same as `logprobs_from_hidden`, from raw logits that exist already.
+
+    Equals `transformed.masked_fill(~keep, -inf).log_softmax(-1).gather(-1, targets)`, with `keep` [T, V] true at each
+    row's ids and `transformed` the logits after `transforms`, in float32 (float64 for float64 logits).
+
+    logits: [T, V] float, row t being the distribution that token t was drawn from.
+    """
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits: must be float [T, V], got {logits.dtype} {list(logits.shape)}")
+    _check_length("logits", logits, targets)
+    job = _job(
+        targets, mask, logits.shape[1], wide(logits.dtype),
+        transforms=transforms, entropy=entropy, ref_member_logprobs=ref_member_logprobs, on_empty=on_empty,
+        on_outside=on_outside, loss_mask=loss_mask, full_log_normalizer=full_log_normalizer,
+    )  # fmt: skip
+    return _named(table_scores(logits, job), job)
+
+
+def logprobs_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: SamplingMask | Support,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    logit_rounding: Literal["bf16"] | None = None,
+    transforms: TokenTransforms | None = None,
+    entropy: Entropy = "none",
+    ref_member_logprobs: Tensor | None = None,
+    on_empty: OnEmpty = "full",
+    on_outside: OnOutside = "error",
+    loss_mask: Tensor | None = None,
+    full_log_normalizer: bool = False,
+    weight_grad: WeightGrad = "dense",
+    vocab_parallel: VocabParallel | None = None,
+    members: bool = True,
+    max_pairs: int | None = None,
+    impl: Impl = "auto",
+) -> SupportScores:
+    """Log-probabilities of drawn tokens, renormalised on their supports, without full-vocabulary logits.
+
+    With raw logits `l = logit_scale * cap(hidden @ weight.T + bias)`, cap(x) = softcap * tanh(x / softcap), this equals
+    `logprobs_from_logits(l, targets, mask, ...)`: but only the logits of the N (token, id) pairs in the mask are ever
+    formed. Rows of one id, and tokens outside the loss mask, cost nothing. Time and memory are linear in N and do not
+    depend on V, but for empty rows and for a fresh dense weight gradient.
+
+    hidden: [T, E] float32, bfloat16, float16 or float64: the state that token t was drawn from.
+    weight: [V, E], bias: [V]: the head. Arithmetic is float32 throughout, float64 for float64 inputs.
+    targets: [T] int. mask: T rows; build a `Support` of it once when a batch is scored more than once.
+    logit_rounding: "bf16" rounds hidden @ weight.T + bias to bfloat16, as an engine with a bfloat16 head does; the
+        gradient passes straight through.
+    transforms: what the sampler did to the logits (temperature, logit bias, penalties), replayed at the pairs.
+    entropy: "value" for the entropy on the support, "grad" to differentiate it too.
+    ref_member_logprobs: [N], the `member_logprobs` of a reference policy on the same mask with the same transforms;
+        asks for `kl`, exact on the support. It is taken as a constant.
+    on_empty: what to do with an empty row (the whole vocabulary) inside the loss mask: score it on the whole
+        vocabulary, leave it out ("ignore"), or raise ("error"). Rows of tokens that were not drawn belong outside
+        the loss mask.
+    on_outside: "error" raises when a target is not in its row; "ignore" leaves such tokens out and says so in
+        `row_status`.
+    loss_mask: [T] bool, the tokens to score; None scores all.
+    full_log_normalizer: also compute the log-normaliser over the whole vocabulary, which costs a dense product.
+    weight_grad: "dense" gives autograd a [V, E] gradient; "accumulate" adds the rows that have one to
+        `weight.main_grad` if there is such a buffer, else to `weight.grad`, in place, and gives autograd nothing (hooks
+        on the weight do not run); "sparse_rows" gives a sparse COO gradient; "none" gives none.
+    vocab_parallel: this process holds a share of the head (a DTensor sharded by rows says so itself, None then).
+    members: return `member_logprobs`; with vocab_parallel they cost an exchange of N floats.
+    max_pairs: how many head rows to convert to float32 at a time where they must be; None takes 16 MB worth.
+    impl: "auto" chooses; "gather" is plain PyTorch on any device, "numba" compiled for the CPU, "triton" for GPUs,
+        "dense" three matrix products for supports of a good part of the vocabulary, "reference" the definition in
+        float64 with all logits.
+
+    Raises MaskError, naming the rows, for a mask that is none of these targets or has rows the policies refuse, and
+    ValueError for tensors that do not fit together.
+    """
+    parameter = weight
+    hidden, weight, bias, vocab_parallel = local_tensors(hidden, weight, bias, vocab_parallel)
+    vocab_size = weight.shape[0] if vocab_parallel is None else vocab_parallel.vocab_size
+    ids = range(vocab_size) if vocab_parallel is None else vocab_parallel.ids
+    _check_tensors(hidden, weight, bias, len(ids))
+    _check_length("hidden", hidden, targets)
+    form = HeadForm(softcap=softcap, scale=logit_scale, rounding=logit_rounding)
+    job = _job(
+        targets, mask, vocab_size, wide(hidden.dtype),
+        transforms=transforms, entropy=entropy, ref_member_logprobs=ref_member_logprobs, on_empty=on_empty,
+        on_outside=on_outside, loss_mask=loss_mask, full_log_normalizer=full_log_normalizer, members=members,
+        vocab_parallel=vocab_parallel,
+    )  # fmt: skip
+    if impl == "reference":
+        if vocab_parallel is not None or weight_grad not in ("dense", "none"):
+            raise ValueError('impl="reference": takes a whole head, and weight_grad "dense" or "none"')
+        weight = weight.detach() if weight_grad == "none" else weight
+        return _reference(hidden, weight, bias, form, job)
+    if weight_grad not in ("dense", "accumulate", "sparse_rows", "none"):
+        raise ValueError(f"weight_grad={weight_grad!r}: must be dense, accumulate, sparse_rows or none")
+    if weight_grad == "sparse_rows" and job.plan.full_rows.numel():
+        raise ValueError(
+            'weight_grad="sparse_rows": empty rows are scored on the whole vocabulary, so every row of the head gets a '
+            'gradient; use "dense" or "accumulate", or on_empty="ignore"'
+        )
+    options = HeadOptions(
+        form=form,
+        ids=ids,
+        products=_products(impl, hidden, weight, job, vocab_size),
+        max_pairs=max(1, _CONVERTED_FLOATS // weight.shape[1]) if max_pairs is None else max_pairs,
+        weight_grad=weight_grad,
+        parameter=parameter,
+    )
+    weight = weight.detach() if weight_grad == "none" else weight
+    return _named(head_scores(hidden, weight, bias, job, options), job)
+
+
+def _job(
+    targets: Tensor,
+    mask: SamplingMask | Support,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    transforms: TokenTransforms | None,
+    entropy: Entropy,
+    ref_member_logprobs: Tensor | None,
+    on_empty: OnEmpty,
+    on_outside: OnOutside,
+    loss_mask: Tensor | None,
+    full_log_normalizer: bool,
+    members: bool = True,
+    vocab_parallel: VocabParallel | None = None,
+) -> Job:
+    if entropy not in ("none", "value", "grad"):
+        raise ValueError(f"entropy={entropy!r}: must be none, value or grad")
+    support = as_support(mask, targets, vocab_size)
+    if transforms is not None and transforms.num_tokens != support.num_rows:
+        raise ValueError(f"transforms are of {transforms.num_tokens} tokens, the mask of {support.num_rows}")
+    plan = plan_rows(support, targets, vocab_size, loss_mask=loss_mask, on_empty=on_empty, on_outside=on_outside)
+    if ref_member_logprobs is not None:
+        ref_member_logprobs = ref_member_logprobs.detach().to(dtype)
+        if ref_member_logprobs.shape != (support.num_pairs,):
+            raise ValueError(
+                f"ref_member_logprobs: must have one value for each of the {support.num_pairs} ids of the mask, got "
+                f"{list(ref_member_logprobs.shape)}"
+            )
+        if plan.full_rows.numel():
+            raise ValueError(
+                f"ref_member_logprobs: {plan.full_rows.numel()} rows are empty and have no members, so no exact KL; "
+                'leave them out with loss_mask or on_empty="ignore"'
+            )
+    return Job(
+        support=support,
+        targets=targets.long(),
+        plan=plan,
+        transforms=transforms,
+        entropy=entropy,
+        ref_member_logprobs=ref_member_logprobs,
+        members=members,
+        full_log_normalizer=full_log_normalizer,
+        vocab_parallel=vocab_parallel,
+    )
+
+
+def _named(tensors: ScoreTensors, job: Job) -> SupportScores:
+    return SupportScores(row_status=job.plan.status, **tensors._asdict())
+
+
+def _reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm, job: Job) -> SupportScores:
+    """The definition: all logits, in float64."""
+    products = hidden.double() @ weight.double().T
+    products = products if bias is None else products + bias.double()
+    if form.rounding is not None:
+        products = products + (products.detach().to(torch.bfloat16).double() - products.detach())
+        form = replace(form, rounding=None)
+    tensors = table_scores(form.apply(products), job)
+    dtype = wide(hidden.dtype)
+    return _named(ScoreTensors(*(None if tensor is None else tensor.to(dtype) for tensor in tensors)), job)
+
+
+def _products(impl: Impl, hidden: Tensor, weight: Tensor, job: Job, vocab_size: int) -> Products:
+    if impl == "numba" and not numba_can_read(hidden, weight):
+        raise ValueError(
+            'impl="numba": needs numba, and contiguous float32 or bfloat16 tensors on the CPU; use impl="auto"'
+        )
+    if impl in ("gather", "numba", "dense"):
+        return impl
+    if impl != "auto":
+        raise ValueError(f"impl={impl!r}: must be auto, gather, numba, dense or reference")
+    active = job.plan.active.support
+    if weight.device.type == "cpu" and active.num_pairs > _DENSE_SHARE * active.num_rows * vocab_size:
+        return "dense"
+    return "numba" if numba_can_read(hidden, weight) else "gather"
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_head_rows: int) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [T, E] and weight [V, E], got {list(hidden.shape)} and {list(weight.shape)}; "
+            "flatten batches of sequences first"
+        )
+    if weight.shape[0] != num_head_rows:
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows, but this process's share of the vocabulary is {num_head_rows} ids"
+        )
+    if bias is not None and bias.shape != (num_head_rows,):
+        raise ValueError(f"bias: must be [{num_head_rows}], got {list(bias.shape)}")
+    if not hidden.is_floating_point() or not weight.is_floating_point() or wide(hidden.dtype) != wide(weight.dtype):
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}: both must be floating point, and both or neither float64"
+        )
+
+
+def _check_length(name: str, tensor: Tensor, targets: Tensor) -> None:
+    if tensor.shape[0] != targets.numel():
+        raise ValueError(f"{name} has {tensor.shape[0]} rows for {targets.numel()} targets; each token needs its own")

@@ -1,0 +1,100 @@
+"""`VocabParallel`: a head whose rows are spread over the processes of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keepmask.replay.full import merge_stats
+from keepmask.replay.pairs import RowStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["VocabParallel", "local_tensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabParallel:
+    """This process holds some rows of a head of `vocab_size` rows; every process of `group` scores the same tokens.
+
+    layout: "contiguous" gives process r of n the ids [r * c, (r + 1) * c) with c = ceil(vocab_size / n), as
+    `torch.chunk` and DTensor do; "strided" gives it the ids r, r + n, r + 2n, ... Ids of most tokenizers are ordered
+    by frequency, so that of n contiguous shares the first has most of the pairs; strided shares are even.
+
+    Four floats a row are exchanged. reduce_hidden: add up the gradient of the hidden states over the group, in the
+    backward pass; False leaves each process its part, for callers whose own layer adds them up.
+    """
+
+    group: ProcessGroup
+    vocab_size: int
+    layout: Literal["contiguous", "strided"] = "contiguous"
+    reduce_hidden: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("contiguous", "strided"):
+            raise ValueError(f"layout={self.layout!r}: must be contiguous or strided")
+
+    @cached_property
+    def ids(self) -> range:
+        """The ids whose head rows this process holds, in their order."""
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        everything = range(self.vocab_size)
+        if self.layout == "strided":
+            return everything[rank::size]
+        width = -(-self.vocab_size // size)
+        return everything[rank * width : (rank + 1) * width]
+
+    def merge(self, stats: RowStats) -> RowStats:
+        """The statistics of all processes' shares together, the same bits on each of them."""
+        own = torch.stack([values.to(stats.peak.dtype) for values in stats], dim=1)  # [A, 4]
+        shares = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        dist.all_gather_into_tensor(shares, own, group=self.group)
+        merged, *others = (_unstacked(share) for share in shares)
+        for other in others:
+            merged = merge_stats(merged, other)
+        return merged
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` added up over the processes, in place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+
+def local_tensors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_parallel: VocabParallel | None
+) -> tuple[Tensor, Tensor, Tensor | None, VocabParallel | None]:
+    """This process's part of tensors that may be DTensors, and how the head is spread."""
+    if not any(hasattr(tensor, "device_mesh") for tensor in (hidden, weight, bias)):
+        return hidden, weight, bias, vocab_parallel
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if isinstance(hidden, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in hidden.placements):
+            raise ValueError(f"hidden: must be whole on every process, got a DTensor placed as {hidden.placements}")
+        hidden = hidden.to_local()
+    if not isinstance(weight, DTensor):
+        return hidden, weight, bias, vocab_parallel
+    if vocab_parallel is not None:
+        raise ValueError("vocab_parallel: the weight is a DTensor, which says itself how it is spread; leave it out")
+    placements, mesh, vocab_size = weight.placements, weight.device_mesh, weight.shape[0]
+    if isinstance(bias, DTensor):
+        if bias.placements != placements:
+            raise ValueError(f"bias: placed as {bias.placements}, the weight as {placements}; spread both alike")
+        bias = bias.to_local()
+    local: Tensor = weight.to_local()
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return hidden, local, bias, None
+    if mesh.ndim != 1 or placements != (Shard(0),):
+        raise ValueError(f"weight: must be sharded by rows over a mesh of one dimension, got {placements} over {mesh}")
+    return hidden, local, bias, VocabParallel(group=mesh.get_group(), vocab_size=vocab_size)
+
+
+def _unstacked(share: Tensor) -> RowStats:
+    peak, total, weighted, target = share.unbind(1)
+    return RowStats(peak, total.double(), weighted.double(), target)
