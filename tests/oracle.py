@@ -267,7 +267,7 @@ class Step:
     logprobs: Row
     """Their logarithms: the processed log-probs."""
     logits: Row
-    """[V] float32: z after the temperature, -inf outside the support."""
+    """[V] float32: z after the last step that applies, -inf outside the support. 0 for a forced id that was banned."""
     raw_logprobs: Row
     """[V] log-softmax of the logits as they came."""
     token_id: int
@@ -318,7 +318,7 @@ def step(
 
     forced = thinking_force(params.thinking_token_budget, prompt, output, thinking_start, thinking_end)
     if forced is not None:
-        return _only(forced, np.zeros_like(z), raw)
+        return _only(forced, z if z[forced] > -np.inf else np.zeros_like(z), raw)
     if not (z > -np.inf).any():
         raise ValueError("every id is banned")
     if params.temperature < GREEDY_TEMPERATURE:
