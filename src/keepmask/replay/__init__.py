@@ -1,6 +1,6 @@
 """The trainer's side: score a policy on the recorded supports, exactly and without full-vocabulary logits.
 
-Names load on first use, so importing this package loads no torch.
+Names and modules load on first use, so importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -9,17 +9,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keepmask.replay.mismatch import Mismatch, measure_mismatch
+    from keepmask.replay import objectives, ratios, stats
+    from keepmask.replay.batch import PaddedBatch, ReplayBatch, Shard
+    from keepmask.replay.history import LogitBias, TokenHistory
+    from keepmask.replay.logprobs import logprobs_from_hidden, logprobs_from_logits
+    from keepmask.replay.mismatch import Mismatch, TokenMismatch, measure_mismatch
+    from keepmask.replay.scores import RowStatus, SupportScores
+    from keepmask.replay.support import Support
+    from keepmask.replay.transforms import TokenTransforms
 
 _HOME = {
+    "LogitBias": "keepmask.replay.history",
     "Mismatch": "keepmask.replay.mismatch",
+    "PaddedBatch": "keepmask.replay.batch",
+    "ReplayBatch": "keepmask.replay.batch",
+    "RowStatus": "keepmask.replay.scores",
+    "Shard": "keepmask.replay.batch",
+    "Support": "keepmask.replay.support",
+    "SupportScores": "keepmask.replay.scores",
+    "TokenHistory": "keepmask.replay.history",
+    "TokenMismatch": "keepmask.replay.mismatch",
+    "TokenTransforms": "keepmask.replay.transforms",
+    "logprobs_from_hidden": "keepmask.replay.logprobs",
+    "logprobs_from_logits": "keepmask.replay.logprobs",
     "measure_mismatch": "keepmask.replay.mismatch",
 }
 
-__all__ = ["Mismatch", "measure_mismatch"]
+__all__ = [
+    "LogitBias",
+    "Mismatch",
+    "PaddedBatch",
+    "ReplayBatch",
+    "RowStatus",
+    "Shard",
+    "Support",
+    "SupportScores",
+    "TokenHistory",
+    "TokenMismatch",
+    "TokenTransforms",
+    "logprobs_from_hidden",
+    "logprobs_from_logits",
+    "measure_mismatch",
+    "objectives",
+    "ratios",
+    "stats",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("objectives", "ratios", "stats"):
+        return import_module(f"keepmask.replay.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'keepmask.replay' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
