@@ -97,6 +97,13 @@ def thinking_force(budget: int | None, prompt: Ids, output: Ids, start: Ids, end
     return end[done]
 
 
+def only(z: Row, token_id: int) -> Row:
+    """z with every other id banned, and this one not: its logit is 0 if it was."""
+    alone = np.full_like(z, -np.inf)
+    alone[token_id] = z[token_id] if z[token_id] > -np.inf else 0
+    return alone
+
+
 def temperature(z: Row, T: float) -> Row:
     """z / T."""
     return z / z.dtype.type(T)
@@ -267,7 +274,7 @@ class Step:
     logprobs: Row
     """Their logarithms: the processed log-probs."""
     logits: Row
-    """[V] float32: z after the last step that applies, -inf outside the support. 0 for a forced id that was banned."""
+    """[V] float32: z after the last step that applies, -inf outside the support."""
     raw_logprobs: Row
     """[V] log-softmax of the logits as they came."""
     token_id: int
@@ -318,21 +325,15 @@ def step(
 
     forced = thinking_force(params.thinking_token_budget, prompt, output, thinking_start, thinking_end)
     if forced is not None:
-        return _only(forced, z if z[forced] > -np.inf else np.zeros_like(z), raw)
+        z = only(z, forced)
     if not (z > -np.inf).any():
         raise ValueError("every id is banned")
     if params.temperature < GREEDY_TEMPERATURE:
-        return _only(int(z.argmax()), z, raw)
+        return _drawn(only(z, int(z.argmax())), raw, (seed, completion_index, len(output)), math.inf)
 
     z = temperature(z, params.temperature)
     cut = FILTERS[params.sampling_semantics or semantics](z.astype(np.float64), params)
     return _drawn(np.where(cut.keep, z, -np.inf), raw, (seed, completion_index, len(output)), cut.margin)
-
-
-def _only(token_id: int, z: Row, raw: Row) -> Step:
-    alone = np.full_like(z, -np.inf)
-    alone[token_id] = z[token_id]
-    return Step(np.array([token_id]), np.ones(1), np.zeros(1), alone, log_softmax(raw), token_id, math.inf)
 
 
 def _drawn(z: Row, raw: Row, key: tuple[int, int, int], margin: float) -> Step:
