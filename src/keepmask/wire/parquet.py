@@ -53,7 +53,7 @@ def write_table(stream: IO[bytes], table: Any, footer: Footer) -> None:
 def read_footer(file: Path) -> Footer:
     """Raises MaskError when the file is no rollout file, or of a newer format."""
     with _opened(file) as parquet:
-        value = (parquet.schema_arrow.metadata or {}).get(_KEY)
+        value = (parquet.metadata.metadata or {}).get(_KEY)
         if value is None:
             raise MaskError(f"{file}: a Parquet file, but not one of rollouts")
         document = json.loads(value)
@@ -96,7 +96,7 @@ def merge(groups: Sequence[RowGroup], stream: IO[bytes], run: Mapping[str, Any])
     pa = load_pyarrow()
     with _writer(stream, Footer(dict(run), texts)) as writer:
         for rows in _runs([places[key] for key in sorted(places, key=_natural)], table_of):
-            writer.write_table(pa.concat_tables(rows).replace_schema_metadata(None))
+            writer.write_table(pa.concat_tables(rows))
 
 
 def _runs(places: Sequence[tuple[RowGroup, int]], table_of: Callable[[RowGroup], Any]) -> Iterator[list[Any]]:
@@ -121,20 +121,22 @@ def _natural(key: tuple[str, int]) -> tuple[list[Any], str, int]:
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], request_id, completion_index
 
 
-def _writer(stream: IO[bytes], footer: Footer) -> Any:
+@contextlib.contextmanager
+def _writer(stream: IO[bytes], footer: Footer) -> Iterator[Any]:
     document = {"format": FORMAT, "keepmask": footer.keepmask, "run": footer.run, "token_text": footer.token_text}
-    numbers = "list.element.list.element"
-    return load_pyarrow("pyarrow.parquet").ParquetWriter(
+    with load_pyarrow("pyarrow.parquet").ParquetWriter(
         stream,
-        schema().with_metadata({_KEY: json.dumps(document).encode()}),
+        schema(),
         compression="zstd",
         compression_level=_ZSTD_LEVEL,
         # Ids are plain: zstd makes them smaller than a dictionary or deltas do. Floats: their bytes compress apart.
         use_dictionary=["finish_reason", "sampling_params"],
-        column_encoding={f"sampling_mask_logprobs.{numbers}": "BYTE_STREAM_SPLIT"},
+        column_encoding={"sampling_mask_logprobs.list.element.list.element": "BYTE_STREAM_SPLIT"},
         write_page_checksum=True,
-        store_schema=False,  # it would hold the footer a second time, and the types are Parquet's own
-    )
+        store_schema=False,  # the types are Parquet's own
+    ) as writer:
+        yield writer
+        writer.add_key_value_metadata({_KEY: json.dumps(document).encode()})
 
 
 @contextlib.contextmanager
