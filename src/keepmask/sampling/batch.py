@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from keepmask.sampling.row import SamplingRow
 
-__all__ = ["PROFILES", "BatchCache", "BatchParams"]
+__all__ = ["PROFILES", "BatchParams", "RowsCache"]
+
+T = TypeVar("T")
 
 PROFILES = ("vllm", "sglang", "hf")
 
@@ -67,25 +70,26 @@ class BatchParams:
         return BatchParams(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
-class BatchCache:
-    """The parameters of the latest batch, kept while the same rows come in the same order."""
+class RowsCache(Generic[T]):
+    """What was built for the latest batch of rows, kept while the same rows come in the same order."""
 
-    __slots__ = ("_params", "_rows")
+    __slots__ = ("_build", "_device", "_known", "_rows")
 
-    def __init__(self) -> None:
+    def __init__(self, build: Callable[[Sequence[SamplingRow], torch.device], T]) -> None:
+        self._build = build
         self._rows: list[weakref.ref[SamplingRow]] = []
-        self._params: BatchParams | None = None
+        self._device: torch.device | None = None
+        self._known: T | None = None
 
-    def params(self, rows: Sequence[SamplingRow], device: torch.device) -> BatchParams:
-        """`BatchParams.of(rows, device)`."""
-        known = self._params
-        same_size = known is not None and known.greedy.device == device and len(rows) == len(self._rows)
-        if same_size and all(ref() is row for ref, row in zip(self._rows, rows, strict=True)):
-            assert known is not None
-            return known
-        self._rows = [weakref.ref(row) for row in rows]
-        self._params = BatchParams.of(rows, device)
-        return self._params
+    def get(self, rows: Sequence[SamplingRow], device: torch.device) -> T:
+        """`build(rows, device)`."""
+        if self._known is None or self._device != device or not self._same(rows):
+            self._rows, self._device = [weakref.ref(row) for row in rows], device
+            self._known = self._build(rows, device)
+        return self._known
+
+    def _same(self, rows: Sequence[SamplingRow]) -> bool:
+        return len(rows) == len(self._rows) and all(ref() is row for ref, row in zip(self._rows, rows, strict=True))
 
 
 def _signed(seed: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BatchLogprobs", "TokenLogprobs", "finite", "prompt_logprobs", "token_logprobs"]
+__all__ = ["BatchLogprobs", "TokenLogprobs", "finite", "prompt_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +28,52 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class BatchLogprobs:
-    """`TokenLogprobs` of the rows of a batch that asked for them, by row index."""
+    """`TokenLogprobs` of a batch of B rows, padded. Row i has counts[i] entries, none where it asked for none."""
 
-    rows: Mapping[int, TokenLogprobs]
+    ids: NDArray[np.int64]
+    """[B, N]."""
+    values: NDArray[np.float32]
+    """[B, N]."""
+    ranks: NDArray[np.int64]
+    """[B, N]."""
+    counts: NDArray[np.int64]
+    """[B]."""
+
+    @classmethod
+    def empty(cls, B: int, num_logprobs: int) -> BatchLogprobs:
+        """No entries yet; room for a token and `num_logprobs` others a row."""
+        shape = (B, 1 + num_logprobs)
+        return cls(np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.int64), np.zeros(B, int))
+
+    def put(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        values: NDArray[np.float32],
+        ranks: NDArray[np.int64],
+        top_ids: NDArray[np.int64] | NDArray[np.int32],
+        top_values: NDArray[np.float32],
+        num_top: NDArray[np.int64],
+    ) -> None:
+        """Set the entries of `rows` [M]: the tokens' own [M], then the first num_top [M] of the best ones [M, T]."""
+        self.ids[rows, 0], self.values[rows, 0], self.ranks[rows, 0] = token_ids, finite(values), ranks
+        self.counts[rows] = 1
+        width = int(num_top.max(initial=0))
+        if not width:
+            return
+        top_ids, top_values = top_ids[:, :width], top_values[:, :width]
+        others = (np.arange(width) < num_top[:, None]) & (top_ids != token_ids[:, None])
+        self.counts[rows] += others.sum(1)
+        order = np.argsort(~others, axis=1, kind="stable")
+        columns = slice(1, 1 + width)
+        self.ids[rows, columns] = np.take_along_axis(top_ids, order, 1)
+        self.values[rows, columns] = finite(np.take_along_axis(top_values, order, 1))
+        self.ranks[rows, columns] = order + 1
 
     def row_logprobs(self, i: int) -> TokenLogprobs | None:
         """Entries of row i; None where it asked for none or failed."""
-        return self.rows.get(i)
-
-
-def token_logprobs(
-    token_id: int, value: float, rank: int, top_ids: NDArray[np.int64], top_values: NDArray[np.float32]
-) -> TokenLogprobs:
-    """Put the token's own entry before the top ones, which are sorted, and leave it out of those."""
-    others = top_ids != token_id
-    return TokenLogprobs(
-        np.concatenate([[token_id], top_ids[others]]),
-        finite(np.concatenate([np.asarray([value], np.float32), top_values[others]])),
-        np.concatenate([[rank], 1 + np.flatnonzero(others)]),
-    )
+        n = self.counts[i]
+        return TokenLogprobs(self.ids[i, :n], self.values[i, :n], self.ranks[i, :n]) if n else None
 
 
 def finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -60,13 +86,37 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, num_logprobs: int) -> list[
 
     logits: [T, V], upcast to float32. targets: [T] int64, each in [0, V). Returns T entries.
     """
+    T, V = logits.shape
     z = logits.float()
-    lse = torch.logsumexp(z.double(), -1)
-    value = z.gather(-1, targets.unsqueeze(1))
-    ids = torch.arange(z.shape[-1], device=z.device)
-    rank = 1 + ((z > value) | ((z == value) & (ids < targets.unsqueeze(1)))).sum(-1)
-    order = torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :num_logprobs]
-    own = (value.squeeze(1).double() - lse).float().cpu().numpy()
-    top = (z.gather(-1, order).double() - lse.unsqueeze(1)).float().cpu().numpy()
-    columns = zip(targets.cpu().numpy(), own, rank.cpu().numpy(), order.cpu().numpy(), top, strict=True)
-    return [token_logprobs(*column) for column in columns]
+    lse = z.double().logsumexp(-1, keepdim=True)
+    own = z.gather(-1, targets.unsqueeze(1))
+    before = torch.arange(V, device=z.device) < targets.unsqueeze(1)
+    ranks = 1 + ((z > own) | ((z == own) & before)).sum(-1)
+    top_ids = best_ids(z, min(num_logprobs, V))
+    top = z.gather(-1, top_ids)
+    entries = BatchLogprobs.empty(T, num_logprobs)
+    entries.put(
+        np.arange(T),
+        targets.cpu().numpy(),
+        (own.double() - lse).float().squeeze(1).cpu().numpy(),
+        ranks.cpu().numpy(),
+        top_ids.cpu().numpy(),
+        (top.double() - lse).float().cpu().numpy(),
+        (top > -torch.inf).sum(-1).cpu().numpy(),
+    )
+    return [entry for t in range(T) if (entry := entries.row_logprobs(t)) is not None]
+
+
+def best_ids(z: Tensor, k: int) -> Tensor:
+    """The first k ids of each row by (logit descending, id ascending). z: [T, V]. Returns [T, k] int64."""
+    if not k:
+        return torch.zeros((z.shape[0], 0), dtype=torch.int64, device=z.device)
+    values, ids = z.topk(min(k + 1, z.shape[1]))
+    tied_at_cut = (values[:, k - 1] == values[:, -1]) & (values.shape[1] > k)
+    # topk takes any of the ids tied at the cut and in any order; within the cut, order by id first, then by value.
+    ids, by_id = ids[:, :k].sort(-1)
+    by_value = values[:, :k].gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(-1, by_value)
+    if tied := tied_at_cut.nonzero().squeeze(1).tolist():
+        ids[tied] = z[tied].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return ids

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from keepmask.errors import ConfigError, RequestError
 from keepmask.params import SamplingParams
-from keepmask.sampling.batch import BatchCache
+from keepmask.sampling.batch import BatchParams, RowsCache
 from keepmask.sampling.capture import PendingMask, pack_ids
 from keepmask.sampling.checks import check_params, check_token_ids
 from keepmask.sampling.drawn import Drawn
@@ -22,6 +24,9 @@ from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.spec import SamplerSpec
 
 __all__ = ["SampledBatch", "Sampler"]
+
+if TYPE_CHECKING:
+    from keepmask.sampling.fast import FastDraw
 
 Implementation = Literal["auto", "reference", "fast"]
 
@@ -55,7 +60,8 @@ class Sampler:
             raise ConfigError(f"impl={impl!r}: must be 'auto', 'reference' or 'fast'")
         self.spec = spec
         self.impl = impl
-        self._cache = BatchCache()
+        self._params = RowsCache(BatchParams.of)
+        self._fast = _fast_draw(spec, impl)
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError naming field, rule and remedy, if a request with these params cannot be served."""
@@ -86,6 +92,7 @@ class Sampler:
             bad_words_token_ids=bad_words_token_ids,
         )
 
+    @torch.inference_mode()
     def sample(self, head: Head, rows: Sequence[SamplingRow]) -> SampledBatch:
         """Draw the next token of each row. head: logits [B, V] of these rows. Appends nothing.
 
@@ -93,16 +100,22 @@ class Sampler:
         """
         assert head.logits.shape == (len(rows), self.spec.vocab_size)
         if not rows:
-            return SampledBatch(np.zeros(0, np.int64), {}, BatchLogprobs({}), None)
-        params = self._cache.params(rows, head.logits.device)
-        drawn = draw_reference(head, rows, self.spec, params)
+            return SampledBatch(np.zeros(0, np.int64), {}, BatchLogprobs.empty(0, 0), None)
+        drawn = self._draw(head, rows)
         self._check_membership(drawn, rows)
         self._charge_masks(drawn, rows)
         failed = list(drawn.errors)
         drawn.token_ids[failed] = -1
-        for b in failed:
-            drawn.entries.pop(b, None)
-        return SampledBatch(drawn.token_ids, drawn.errors, BatchLogprobs(drawn.entries), self._capture(drawn, rows))
+        drawn.entries.counts[failed] = 0
+        return SampledBatch(drawn.token_ids, drawn.errors, drawn.entries, self._capture(drawn, rows))
+
+    def _draw(self, head: Head, rows: Sequence[SamplingRow]) -> Drawn:
+        device = head.logits.device
+        if self._fast is not None and device.type == "cpu":
+            return self._fast(head, rows)
+        if self.impl == "fast":
+            raise ConfigError(f"impl='fast': there is no fast sampler for device {device}; use impl='auto'")
+        return draw_reference(head, rows, self.spec, self._params.get(rows, device))
 
     def _check_membership(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> None:
         """Fail rows whose support is empty or does not hold the drawn id."""
@@ -156,3 +169,15 @@ class Sampler:
             has_logprobs=[rows[b].returns_mask_logprobs for b in captured],
             vocab_size=self.spec.vocab_size,
         )
+
+
+def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:
+    if impl == "reference":
+        return None
+    if find_spec("numba") is None:
+        if impl == "fast":
+            raise ConfigError("impl='fast': needs numba; install keepmask[engine], or use impl='auto'")
+        return None
+    from keepmask.sampling.fast import FastDraw
+
+    return FastDraw(spec)

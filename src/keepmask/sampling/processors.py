@@ -17,7 +17,16 @@ from keepmask.params import SamplingParams
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.spec import SamplerSpec
 
-__all__ = ["STEPS", "LogitsProcessor", "ProcessedRows", "ProcessorContext", "changes_logits", "process"]
+__all__ = [
+    "STEPS",
+    "LogitsProcessor",
+    "ProcessedRows",
+    "ProcessorContext",
+    "changes_logits",
+    "changes_values",
+    "may_change_logits",
+    "process",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -66,17 +75,24 @@ class ProcessedRows:
 
 def changes_logits(row: SamplingRow, spec: SamplerSpec) -> bool:
     """Whether any step may change the logits of this row's next position."""
-    params = row.params
     return bool(
         spec.banned_token_ids
-        or spec.processors
         or row.bans_stop_tokens
-        or params.allowed_token_ids is not None
-        or params.logit_bias
-        or row.counts is not None
+        or row.params.allowed_token_ids is not None
         or row.bad_words is not None
-        or (row.thinking is not None and row.thinking.forced_token_id is not None)
+        or changes_values(row, spec)
     )
+
+
+def changes_values(row: SamplingRow, spec: SamplerSpec) -> bool:
+    """Whether any step may do more to this row's next logits than ban ids."""
+    forced = row.thinking is not None and row.thinking.forced_token_id is not None
+    return bool(spec.processors or row.params.logit_bias or row.counts is not None or forced)
+
+
+def may_change_logits(row: SamplingRow, spec: SamplerSpec) -> bool:
+    """Whether any step may change the logits of this row at some position, its next or a later one."""
+    return row.params.min_tokens > 0 or row.thinking is not None or changes_logits(row, spec)
 
 
 def process(logits: Tensor, rows: Sequence[SamplingRow], spec: SamplerSpec) -> dict[int, RequestError]:

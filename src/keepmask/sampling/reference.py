@@ -3,125 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from keepmask.errors import RequestError
 from keepmask.kernels.philox import gumbel
 from keepmask.sampling.batch import BatchParams
-from keepmask.sampling.capture import MAX_COMPACT_IDS
-from keepmask.sampling.drawn import Drawn, WideSupport
+from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.head import Head
-from keepmask.sampling.logprobs import TokenLogprobs, token_logprobs
 from keepmask.sampling.processors import process
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.semantics import survivors
 from keepmask.sampling.spec import SamplerSpec
 
-__all__ = ["draw_reference"]
+__all__ = ["draw_reference", "draw_sorted", "not_finite_error", "put_reference"]
 
 
 def draw_reference(head: Head, rows: Sequence[SamplingRow], spec: SamplerSpec, params: BatchParams) -> Drawn:
     """Draw for every row. All logits are the head's exact ones."""
     device = head.logits.device
     raw = head.float32(torch.arange(len(rows), device=device))  # [B, V]
-    bad_logits = _not_finite(raw)
-    raw[bad_logits] = 0
+    drawn = Drawn.empty(rows)
+    for b in (~_finite(raw)).nonzero().squeeze(1).tolist():
+        drawn.errors[b] = not_finite_error(rows[b])
+        raw[b] = 0
     z = raw.clone()
-    errors = process(z, rows, spec)
-    z /= params.temperature
-    bad_processed = _not_finite(z)
-    z[bad_processed] = 0
-
-    values, ids = torch.sort(z, dim=-1, descending=True, stable=True)  # ties by ascending id
-    keep = survivors(values, params)
-    positions = torch.tensor([[row.num_output_tokens] for row in rows], device=device)
-    noise = gumbel(ids, positions, params.completions, params.seeds)
-    scores = torch.where(keep, values.double() + noise, -torch.inf)
-    token_ids = torch.empty_like(scores).scatter_(-1, ids, scores).argmax(-1)
-    exact = torch.where(keep, values.double(), -torch.inf)
-    logprobs = (exact - exact.logsumexp(-1, keepdim=True)).float()
-
-    drawn = _empty(len(rows))
-    drawn.token_ids[:] = token_ids.cpu().numpy()
-    drawn.errors |= errors
-    failed = dict.fromkeys(bad_logits.nonzero().squeeze(1).tolist(), "the model's logits")
-    failed = dict.fromkeys(bad_processed.nonzero().squeeze(1).tolist(), "the processed logits") | failed
-    for b, what in failed.items():
-        drawn.errors.setdefault(b, not_finite_error(rows[b], what))
-    for b, row in enumerate(rows):
-        if b in drawn.errors:
-            continue
-        kept = keep[b]
-        order = Order(ids[b, kept], values[b, kept], logprobs[b, kept])
-        _store_support(drawn, b, order, spec.vocab_size)
-        if row.params.logprobs is not None and kept.any():
-            drawn.entries[b] = _entries(raw[b], order, int(drawn.token_ids[b]), row.params.logprobs, spec)
+    drawn.errors = process(z, rows, spec) | drawn.errors
+    order = draw_sorted(z, rows, params)
+    for b in range(len(rows)):
+        if b not in drawn.errors:
+            put_reference(drawn, b, order, b, raw[b], rows[b], spec)
     return drawn
 
 
-def not_finite_error(row: SamplingRow, what: str) -> RequestError:
-    """The error of a row whose logits hold NaN or +inf."""
-    return RequestError(
-        f"{what} at output position {row.num_output_tokens} hold NaN or +inf: no token can be drawn from them; "
-        "check the weights, the logits processors and the penalties"
-    )
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """Rows drawn from. Entries [M, V] are by (logit descending, id ascending)."""
+
+    token_ids: Tensor
+    """[M] int64."""
+    finite: Tensor
+    """[M] bool: the row held neither NaN nor +inf."""
+    ids: Tensor
+    """[M, V] int64."""
+    z: Tensor
+    """[M, V] float32, over the temperature."""
+    keep: Tensor
+    """[M, V] bool, in the support."""
+    logprobs: Tensor
+    """[M, V] float32, -inf outside the support."""
 
 
-class Order:
-    """A support as CPU arrays, by (logit descending, id ascending)."""
-
-    __slots__ = ("ids", "logits", "logprobs")
-
-    def __init__(self, ids: Tensor, logits: Tensor, logprobs: Tensor) -> None:
-        self.ids: NDArray[np.int64] = ids.cpu().numpy()
-        self.logits: NDArray[np.float32] = logits.cpu().numpy()
-        self.logprobs: NDArray[np.float32] = logprobs.cpu().numpy()
-
-
-def _not_finite(z: Tensor) -> Tensor:
-    """[B] bool: rows that hold NaN or +inf; -inf is legal, it bans an id."""
-    return ~(z < torch.inf).all(-1)
-
-
-def _empty(B: int) -> Drawn:
-    return Drawn(
-        np.full(B, -1, np.int64),
-        np.zeros(B, np.int64),
-        np.full((B, MAX_COMPACT_IDS), -1, np.int32),
-        np.zeros((B, MAX_COMPACT_IDS), np.float32),
-    )
+def draw_sorted(z: Tensor, rows: Sequence[SamplingRow], params: BatchParams) -> SortedRows:
+    """Temperature, filters and draw. z: [M, V] float32, processed logits, overwritten. rows, params: M of them."""
+    z /= params.temperature
+    ok = _finite(z)
+    z[~ok] = 0
+    values, ids = torch.sort(z, dim=-1, descending=True, stable=True)  # ties by ascending id
+    keep = survivors(values, params)
+    positions = torch.tensor([[row.num_output_tokens] for row in rows], device=z.device)
+    noise = gumbel(ids, positions, params.completions, params.seeds)
+    scores = torch.where(keep, values.double() + noise, -torch.inf)
+    token_ids = torch.empty_like(scores).scatter_(-1, ids, scores).argmax(-1)
+    kept = torch.where(keep, values.double(), -torch.inf)
+    logprobs = (kept - kept.logsumexp(-1, keepdim=True)).float()
+    return SortedRows(token_ids, ok, ids, values, keep, logprobs)
 
 
-def _store_support(drawn: Drawn, b: int, order: Order, vocab_size: int) -> None:
-    ascending = np.argsort(order.ids)
-    ids, logprobs = order.ids[ascending].astype(np.int32), order.logprobs[ascending]
+def put_reference(
+    drawn: Drawn, b: int, order: SortedRows, m: int, raw: Tensor | None, row: SamplingRow, spec: SamplerSpec
+) -> None:
+    """Put row m of `order` into row b of `drawn`. raw: [V], its logits before any step; None leaves raw entries out."""
+    if not order.finite[m]:
+        drawn.errors[b] = not_finite_error(row)
+        return
+    keep = order.keep[m]
+    ids, z, logprobs = (x[m, keep].cpu().numpy() for x in (order.ids, order.z, order.logprobs))
+    ascending = np.argsort(ids)
+    drawn.put_support(b, ids[ascending].astype(np.int32), logprobs[ascending], spec.vocab_size)
     if not ids.size:
         drawn.token_ids[b] = -1
-    elif ids.size == vocab_size:
-        drawn.counts[b] = 0
-    else:
-        drawn.counts[b] = ids.size
-        if ids.size > MAX_COMPACT_IDS:
-            drawn.wide[b] = WideSupport(ids, logprobs)
-        else:
-            drawn.ids[b, : ids.size], drawn.logprobs[b, : ids.size] = ids, logprobs
-
-
-def _entries(raw: Tensor, order: Order, token_id: int, k: int, spec: SamplerSpec) -> TokenLogprobs:
+        return
+    drawn.token_ids[b] = int(order.token_ids[m])
+    if row.params.logprobs is None:
+        return
     if spec.logprobs_mode.startswith("raw"):
-        values, ids = torch.sort(raw, descending=True, stable=True)
+        if raw is None:
+            return
+        values, sorted_ids = torch.sort(raw, descending=True, stable=True)
         if spec.logprobs_mode == "raw_logprobs":
             values = (values.double() - raw.double().logsumexp(-1)).float()
-        possible = values > -torch.inf
-        shown = Order(ids, values, values)
-        limit = min(k, int(possible.sum()))
+        ids, shown = sorted_ids.cpu().numpy(), values.cpu().numpy()
     else:
-        shown = order
-        limit = k
-    values_shown = shown.logits if spec.logprobs_mode.endswith("logits") else shown.logprobs
-    at = int(np.flatnonzero(shown.ids == token_id)[0])
-    return token_logprobs(token_id, values_shown[at], at + 1, shown.ids[:limit], values_shown[:limit])
+        shown = z if spec.logprobs_mode == "processed_logits" else logprobs
+    at = np.flatnonzero(ids == drawn.token_ids[b])
+    num_top = np.asarray([min(row.params.logprobs, int((shown > -np.inf).sum()))])
+    drawn.entries.put(np.asarray([b]), drawn.token_ids[b : b + 1], shown[at], at + 1, ids[None], shown[None], num_top)
+
+
+def not_finite_error(row: SamplingRow) -> RequestError:
+    """The error of a row whose logits hold NaN or +inf."""
+    return RequestError(
+        f"logits at output position {row.num_output_tokens} hold NaN or +inf: no token can be drawn from them; "
+        "check the model's weights, the logits processors, the penalties and the temperature"
+    )
+
+
+def _finite(z: Tensor) -> Tensor:
+    """[M] bool: rows without NaN and +inf; -inf is legal, it bans an id."""
+    return (z < torch.inf).all(-1)
