@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from keepmask.config import EngineConfig
+from keepmask.engine.admission import Admission
 from keepmask.engine.batch import ForwardBatch
 from keepmask.engine.kvcache import BlockPool, prefix_hashes
-from keepmask.engine.loading import eos_token_ids, load_tokenizer
+from keepmask.engine.loading import eos_token_ids, load_tokenizer, unmapped_token_ids
 from keepmask.engine.output import OutputBuilder
+from keepmask.engine.probe import check_model
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.config = config
         self.runner = ModelRunner(config)
+        check_model(self.runner, config.model)
         self.tokenizer: Any | None = load_tokenizer(config)
         self.eos_token_ids = eos_token_ids(self.runner.model, self.tokenizer)
         self.weight_version = "0"
@@ -66,11 +68,14 @@ class Engine:
                 return_sampling_mask=config.return_sampling_mask,
                 max_logprobs=config.max_logprobs,
                 max_mask_bytes_per_request=config.max_mask_bytes_per_request,
-                banned_token_ids=self._unmapped_token_ids() if config.ban_unmapped_token_ids else (),
+                banned_token_ids=unmapped_token_ids(config, self.tokenizer, self.runner.vocab_size),
                 thinking_start_token_ids=tuple(config.thinking_start_token_ids),
                 thinking_end_token_ids=tuple(config.thinking_end_token_ids),
                 processors=tuple(processors),
             )
+        )
+        self._admission = Admission(
+            self.sampler, self.tokenizer, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len
         )
         self._pool = BlockPool(self.runner.num_blocks, config.block_size)
         self._scheduler = Scheduler(
@@ -110,34 +115,8 @@ class Engine:
 
         Raises RequestError naming the field, the rule and the remedy; the engine is unchanged.
         """
-        size = len(prompt_token_ids)
-        if not size:
-            raise RequestError("prompt: is empty; give at least one token", param="prompt")
-        ids = np.asarray(prompt_token_ids)
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.runner.vocab_size:
-            raise RequestError(
-                f"prompt_token_ids: each must be an integer in [0, {self.runner.vocab_size}), the model's vocabulary",
-                param="prompt_token_ids",
-            )
-        room = self.max_model_len - size
-        if room < 1:
-            raise RequestError(
-                f"prompt: {size} tokens leave no room in the model's context of {self.max_model_len}; shorten it",
-                param="prompt",
-            )
-        if params.max_tokens is None:
-            params = params.replace(max_tokens=room)
-        elif params.max_tokens > room:
-            raise RequestError(
-                f"max_tokens={params.max_tokens}: the prompt of {size} tokens leaves room for {room} in the model's "
-                f"context of {self.max_model_len}; lower it, or give None to fill the context",
-                param="max_tokens",
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop: stop strings need a tokenizer, and this engine has none", param="stop")
-        if params.bad_words and self.tokenizer is None:
-            raise RequestError("bad_words: need a tokenizer, and this engine has none", param="bad_words")
-        self.sampler.check(params)
+        params = self._admission.resolve(len(self._admission.token_ids(prompt_token_ids)), params)
+        self._admission.bad_words(params)
         return params
 
     def add(
@@ -152,16 +131,17 @@ class Engine:
         """Queue a request. Raises RequestError, and changes nothing, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r}: is in use by an unfinished request", param="request_id")
-        params = self.resolve(prompt_token_ids, params)
-        token_ids = [int(token_id) for token_id in prompt_token_ids]
+        token_ids = self._admission.token_ids(prompt_token_ids)
+        params = self._admission.resolve(len(token_ids), params)
+        bad_words = self._admission.bad_words(params)
         request = Request(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=token_ids,
             params=params,
             seed=self._next_seed() if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_token_ids),
         )
-        bad_words = self._bad_words(params)
         for index in range(params.n):
             row = self.sampler.open_row(
                 params,
@@ -254,18 +234,16 @@ class Engine:
 
     def _stop(self, completion: Completion) -> bool:
         """Finish the completion if its last token ends it."""
-        params = completion.request.params
-        token_id = completion.token_ids[-1]
-        if len(completion.token_ids) > params.min_tokens or not params.min_tokens:
-            if token_id in self.eos_token_ids and not params.ignore_eos:
-                completion.finish("stop")
-            elif token_id in params.stop_token_ids:
-                completion.finish("stop", token_id)
-            elif params.stop and completion.text is not None:
-                found = completion.text.push(completion.token_ids[completion.text.num_tokens :])
-                if found is not None:
-                    completion.finish("stop", found)
-        if completion.state is not State.FINISHED and len(completion.token_ids) == params.max_tokens:
+        request, token_id = completion.request, completion.token_ids[-1]
+        params = request.params
+        may_stop = len(completion.token_ids) > params.min_tokens
+        if may_stop and token_id in self.eos_token_ids and not params.ignore_eos:
+            completion.finish("stop")
+        elif may_stop and token_id in request.stop_token_ids:
+            completion.finish("stop", token_id)
+        elif params.stop and completion.text and (found := completion.text.push([token_id])) is not None:
+            completion.finish("stop", found)
+        elif len(completion.token_ids) == params.max_tokens:
             completion.finish("length")
         return completion.state is State.FINISHED
 
@@ -295,21 +273,3 @@ class Engine:
         self._num_added += 1
         digest = hashlib.sha256(f"{self.config.seed}:{self._num_added}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of each bad word as it begins a text and as it follows a space, as in vLLM."""
-        if not params.bad_words or self.tokenizer is None:
-            return []
-        encode = self.tokenizer.encode
-        words: list[list[int]] = []
-        for word in params.bad_words:
-            plain = encode(word.lstrip(), add_special_tokens=False)
-            spaced = encode(" " + word.lstrip(), add_special_tokens=False)
-            words.append(plain)
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
-                words.append(spaced)
-        return words
-
-    def _unmapped_token_ids(self) -> tuple[int, ...]:
-        mapped = set() if self.tokenizer is None else set(self.tokenizer.get_vocab().values())
-        return tuple(sorted(set(range(self.runner.vocab_size)) - mapped)) if mapped else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from keepmask.config import EngineConfig
@@ -12,7 +13,17 @@ from keepmask.engine import attention
 from keepmask.errors import ConfigError
 from keepmask.models import bundled
 
-__all__ = ["checkpoint", "device_of", "dtype_of", "eos_token_ids", "load_model", "load_tokenizer"]
+__all__ = [
+    "checkpoint",
+    "device_of",
+    "dtype_of",
+    "eos_token_ids",
+    "load_model",
+    "load_tokenizer",
+    "unmapped_token_ids",
+]
+
+_MAX_LISTED = 4  # missing weights named in one error
 
 
 def checkpoint(name: str) -> str:
@@ -47,14 +58,30 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
     try:
         settings = AutoConfig.from_pretrained(source, **options)
         _refuse_unsupported(config.model, settings)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=settings, dtype=dtype, attn_implementation=attention.NAME, **options
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"model {config.model!r}: cannot be loaded from {source}: {error}") from error
-    return model.eval().requires_grad_(requires_grad=False).to(device)  # type: ignore[no-any-return]
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        where = "" if source == config.model else f" from {source}"
+        raise ConfigError(
+            f"model {config.model!r}: cannot be loaded{where}: {type(error).__name__}: {error}"
+        ) from error
+    if missing := sorted(found["missing_keys"]):
+        shown = ", ".join(missing[:_MAX_LISTED]) + (", ..." if len(missing) > _MAX_LISTED else "")
+        raise ConfigError(
+            f"model {config.model!r}: {len(missing)} of its weights are not in the checkpoint: {shown}; "
+            "use a complete checkpoint of this architecture"
+        )
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"model {config.model!r} ({settings.model_type}): has no language-model head")
+    return model.eval().requires_grad_(requires_grad=False).to(device)
 
 
 def load_tokenizer(config: EngineConfig) -> Any | None:
@@ -87,12 +114,31 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, .
     return tuple(sorted(found))
 
 
+def unmapped_token_ids(config: EngineConfig, tokenizer: Any | None, vocab_size: int) -> tuple[int, ...]:
+    """With ban_unmapped_token_ids, the ids within the logits' width that the tokenizer knows nothing of."""
+    if not config.ban_unmapped_token_ids:
+        return ()
+    if tokenizer is None:
+        raise ConfigError(
+            "ban_unmapped_token_ids=True with skip_tokenizer_init=True: only a tokenizer knows which ids it maps; "
+            "set one of them to False"
+        )
+    return tuple(sorted(set(range(vocab_size)) - set(tokenizer.get_vocab().values())))
+
+
 def _refuse_unsupported(name: str, settings: Any) -> None:
     """Architectures whose layers are not all softmax attention over past tokens."""
     if getattr(settings, "is_encoder_decoder", False):
         raise ConfigError(f"model {name!r} ({settings.model_type}): encoder-decoder models are not supported")
+    text = settings.get_text_config()
+    for field in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(getattr(text, field, None), int):
+            raise ConfigError(
+                f"model {name!r} ({settings.model_type}): its config has no single {field}; only decoders whose layers "
+                "are all attention of one shape are supported"
+            )
     known = {"full_attention", "sliding_attention", "attention"}
-    other = sorted(set(getattr(settings, "layer_types", None) or ()) - known)
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - known)
     if other:
         raise ConfigError(
             f"model {name!r} ({settings.model_type}): layers of type {', '.join(other)} are not supported"

@@ -13,7 +13,7 @@ from keepmask.mask import SamplingMask
 from keepmask.outputs import FinishReason, WeightVersionSpan
 
 if TYPE_CHECKING:
-    from keepmask.engine.output import CompletionText
+    from keepmask.engine.text import CompletionText
     from keepmask.params import SamplingParams
     from keepmask.sampling import SamplingRow, TokenLogprobs
 
@@ -138,7 +138,8 @@ class Request:
     params: SamplingParams
     seed: int
     prompt: str | None = None
-    cache_salt: str = ""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Those of the params, to look up in."""
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
