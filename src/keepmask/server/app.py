@@ -1,0 +1,94 @@
+"""`create_app`: the routes and what stands before them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from keepmask import __version__
+from keepmask.errors import KeepmaskError
+from keepmask.server import tokens
+from keepmask.server.auth import Auth
+from keepmask.server.document import answers, describe_api
+from keepmask.server.errors import ApiError, error_response
+from keepmask.server.service import Service
+from keepmask.server.stream import json_response
+
+__all__ = ["create_app"]
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The ASGI application of one served model; its lifespan starts and stops the engine's thread."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.engine.stop()
+
+    app = FastAPI(
+        title="keepmask",
+        version=__version__,
+        description="Rollouts with the exact support of every token",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.include_router(_basics(service))
+    app.include_router(tokens.router(service))
+    app.add_middleware(Auth, keys=service.config.api_keys)
+    app.add_exception_handler(KeepmaskError, _on_refusal)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.update(describe_api(app))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def _basics(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["server"])
+
+    @routes.get("/health", responses=answers())
+    async def health() -> Response:
+        """200 while requests are taken, 503 once the engine has stopped or the server is about to."""
+        service.check_ready()
+        return json_response({})
+
+    @routes.get("/version", responses=answers())
+    async def version() -> Response:
+        """The server's version."""
+        return json_response({"version": __version__})
+
+    return routes
+
+
+async def _on_refusal(_: Request, error: Exception) -> Response:
+    response = error_response(error)
+    if response.status_code == 500:
+        _log.error("a request failed", exc_info=error)
+    return response
+
+
+async def _on_http_exception(_: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405 in our shape."""
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, str(error.detail)))
+
+
+async def _on_exception(_: Request, error: Exception) -> Response:
+    return error_response(error)

@@ -1,0 +1,49 @@
+"""Parts of answers that all routes build alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from keepmask.outputs import CompletionOutput
+from keepmask.server.ticket import Ticket
+from keepmask.wire.fields import JsonForm, mask_to_fields
+
+__all__ = ["Usage", "mask_fields", "present", "version_spans"]
+
+
+def present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def mask_fields(output: CompletionOutput, form: JsonForm) -> dict[str, Any]:
+    """`sampling_mask` and, in nested lists, `sampling_mask_logprobs`; empty without a mask."""
+    return {} if output.sampling_mask is None else mask_to_fields(output.sampling_mask, form)
+
+
+def version_spans(output: CompletionOutput) -> list[dict[str, Any]] | None:
+    """Contiguous spans of output tokens and the version of the weights that drew them; None while there are none."""
+    return [span._asdict() for span in output.weight_versions] or None
+
+
+class Usage:
+    """Tokens of one answer, counted as they come."""
+
+    def __init__(self, tickets: Iterable[Ticket]) -> None:
+        self._tickets = list(tickets)
+        self._completion_tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        self._completion_tokens += num_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        prompt_tokens = sum(len(ticket.order.prompt_token_ids) for ticket in self._tickets)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(ticket.num_cached_tokens for ticket in self._tickets)},
+        }

@@ -1,0 +1,78 @@
+"""What clients are told when something is refused or fails: OpenAI's error object, with vLLM's type names."""
+
+from __future__ import annotations
+
+import pydantic_core
+from starlette.responses import Response
+
+from keepmask.errors import EngineError, KeepmaskError, MaskError, RequestError
+
+__all__ = ["ApiError", "describe", "error_body", "error_response"]
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    406: "NotAcceptableError",
+    409: "ConflictError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(KeepmaskError):
+    """An answer other than 200. retry_after_s goes into the Retry-After header; close ends the connection."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.retry_after_s, self.close = status, param, retry_after_s, close
+
+
+def describe(error: Exception) -> ApiError:
+    """The answer to a request that ended with this exception. Internals are not shown: they are in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, MaskError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error))
+    return ApiError(500, "internal error; the server's log has the details")
+
+
+def error_body(error: ApiError) -> bytes:
+    """`{"error": {message, type, param, code}}`, UTF-8."""
+    body = {
+        "message": str(error),
+        "type": _TYPES.get(error.status, "APIError"),
+        "param": error.param,
+        "code": error.status,
+    }
+    return pydantic_core.to_json({"error": body})
+
+
+def error_response(error: Exception) -> Response:
+    """The HTTP answer."""
+    shown = describe(error)
+    headers = {}
+    if shown.retry_after_s is not None:
+        headers["retry-after"] = str(shown.retry_after_s)
+    if shown.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if shown.close:
+        headers["connection"] = "close"
+    return Response(error_body(shown), shown.status, headers, media_type="application/json")

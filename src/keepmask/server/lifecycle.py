@@ -1,0 +1,57 @@
+"""`DrainingServer`: uvicorn that, told to stop, first finishes what it has begun."""
+
+from __future__ import annotations
+
+import logging
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from keepmask.server.service import Service
+
+__all__ = ["DrainingServer", "build_server"]
+
+_log = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75  # longer than the pools of common HTTP clients keep idle connections
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first SIGTERM or SIGINT takes no more requests and finishes those under way; on the second, ends them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self._service.draining:
+            _log.warning("stopping at once; requests under way end where they stand")
+            self.force_exit = True
+        else:
+            _log.info("stopping; %d requests under way are finished first", len(self._service.tickets()))
+            self._service.drain()
+        self.should_exit = True
+
+
+def build_server(app: ASGIApp, service: Service) -> DrainingServer:
+    """The HTTP server for `app`, ready to `run`."""
+    config = service.config
+    return DrainingServer(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            # h11 for its bound on the size of headers, which httptools lacks
+            http="h11",
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        ),
+        service,
+    )

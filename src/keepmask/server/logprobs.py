@@ -1,0 +1,83 @@
+"""Log-probability entries in the shapes of the APIs. An entry's first id is the drawn one; others follow by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keepmask.outputs import CompletionOutput, Logprob
+
+__all__ = ["by_id", "by_text", "legacy", "prompt_entries"]
+
+Entry = dict[int, Logprob]
+
+
+def by_id(output: CompletionOutput) -> dict[str, Any] | None:
+    """`{"content": [{token, token_id, logprob, top_logprobs}]}` with tokens named "token_id:<id>", as vLLM does."""
+    if output.logprobs is None:
+        return None
+    content = []
+    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        top = [_named_by_id(other, logprob.logprob) for other, logprob in entry.items()]
+        content.append({**_named_by_id(token_id, entry[token_id].logprob), "top_logprobs": top})
+    return {"content": content}
+
+
+def by_text(output: CompletionOutput, *, top: int, as_ids: bool = False) -> dict[str, Any] | None:
+    """OpenAI's chat shape: `{"content": [{token, bytes, logprob, top_logprobs}]}`, with the `top` most likely ids.
+
+    as_ids: name tokens "token_id:<id>".
+    """
+    if output.logprobs is None:
+        return None
+    content = []
+    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        likely = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:top]
+        content.append(
+            {
+                **_named_by_text(token_id, entry[token_id], as_ids=as_ids),
+                "top_logprobs": [_named_by_text(other, logprob, as_ids=as_ids) for other, logprob in likely],
+            }
+        )
+    return {"content": content}
+
+
+def legacy(output: CompletionOutput, *, text_offset: int, as_ids: bool = False) -> dict[str, Any] | None:
+    """OpenAI's completions shape: parallel lists. text_offset: characters of the tokens before the first."""
+    if output.logprobs is None:
+        return None
+    names, offsets, values, tops = [], [], [], []
+    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        name = _name(token_id, entry[token_id], as_ids=as_ids)
+        names.append(name)
+        offsets.append(text_offset)
+        text_offset += len(name)
+        values.append(entry[token_id].logprob)
+        tops.append({_name(other, logprob, as_ids=as_ids): logprob.logprob for other, logprob in entry.items()})
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def prompt_entries(entries: Sequence[Entry | None] | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's shape of prompt_logprobs: one object a token, from id to {logprob, rank, decoded_token}."""
+    return None if entries is None else list(map(_prompt_entry, entries))
+
+
+def _prompt_entry(entry: Entry | None) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    return {str(token_id): logprob._asdict() for token_id, logprob in entry.items()}
+
+
+def _named_by_id(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob}
+
+
+def _named_by_text(token_id: int, logprob: Logprob, *, as_ids: bool) -> dict[str, Any]:
+    name = _name(token_id, logprob, as_ids=as_ids)
+    return {"token": name, "logprob": logprob.logprob, "bytes": list(name.encode())}
+
+
+def _name(token_id: int, logprob: Logprob, *, as_ids: bool) -> str:
+    if as_ids or logprob.decoded_token is None:
+        return f"token_id:{token_id}"
+    return logprob.decoded_token

@@ -1,0 +1,119 @@
+"""`Service`: what all routes share: the engine's thread, the limits, and who is being served."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from keepmask.engine.core import Engine
+from keepmask.errors import RequestError
+from keepmask.params import SamplingParams
+from keepmask.server.admission import Admission
+from keepmask.server.config import ServerConfig
+from keepmask.server.errors import ApiError
+from keepmask.server.runner import EngineThread
+from keepmask.server.ticket import Order, Ticket
+
+__all__ = ["Service"]
+
+_DRAIN_RETRY_S = 5
+
+
+class Service:
+    """One served model. Lives on the event loop.
+
+    `order` turns a request into an `Order` or refuses it; `submit` queues orders, all or none.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.config = config
+        self.engine_config = engine.config
+        self.engine = EngineThread(engine)
+        self.model_name = config.served_model_name or engine.config.model
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.runner.vocab_size
+        self.started_s = int(time.time())
+        self.admission = Admission(config, engine.config)
+        self.draining = False
+        """No new request is taken: the server is about to stop."""
+        self._names: dict[str, list[Ticket]] = {}
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that draw the next token."""
+        return self.engine.engine.weight_version
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served."""
+        if name is not None and name != self.model_name:
+            raise ApiError(404, f"model={name[:200]!r}: only {self.model_name!r} is served", param="model")
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503 when no request can be taken."""
+        if self.engine.failure is not None:
+            raise ApiError(503, f"{self.engine.failure}; restart the server")
+        if self.draining:
+            raise ApiError(503, "the server is stopping", retry_after_s=_DRAIN_RETRY_S)
+
+    def order(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        param: str,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
+        stream_interval: int | None = None,
+    ) -> Order:
+        """The request with every default resolved.
+
+        param: the field that brought the prompt. Raises RequestError for what this engine cannot do.
+        """
+        try:
+            resolved = self.engine.engine.resolve(prompt_token_ids, params)
+        except RequestError as error:
+            if error.param not in ("prompt", "prompt_token_ids"):
+                raise
+            raise RequestError(f"{param}: {str(error).partition(': ')[2]}", param=param) from None
+        return Order(
+            prompt_token_ids=list(prompt_token_ids),
+            params=resolved,
+            prompt=prompt,
+            cache_salt=cache_salt or "",
+            stream_interval=stream_interval,
+        )
+
+    def submit(self, orders: Sequence[Order], name: str) -> list[Ticket]:
+        """Queue the orders of one request. Raises ApiError or RequestError, and queues none, when there is no room."""
+        self.check_ready()
+        self.admission.check(orders)
+        tickets = [self.engine.submit(order) for order in orders]
+        self._names.setdefault(name, []).extend(tickets)
+        for ticket in tickets:
+            self.admission.enter(ticket)
+            ticket.on_end(lambda ticket=ticket: self._forget(name, ticket))  # type: ignore[misc]
+        return tickets
+
+    def tickets(self, names: Sequence[str] | None = None) -> list[Ticket]:
+        """Unfinished tickets of the requests with these names, or of all."""
+        if names is None:
+            return [ticket for tickets in self._names.values() for ticket in tickets]
+        return [ticket for name in dict.fromkeys(names) for ticket in self._names.get(name, ())]
+
+    def drain(self) -> None:
+        """Take no more requests. Those under way are finished, or, where they are paused, end with what they have."""
+        self.draining = True
+        if self.engine.paused:
+            self.engine.abort(self.tickets())
+
+    @staticmethod
+    def new_name(prefix: str) -> str:
+        """A name for a request whose client gave none."""
+        return f"{prefix}-{secrets.token_hex(16)}"
+
+    def _forget(self, name: str, ticket: Ticket) -> None:
+        tickets = self._names[name]
+        tickets.remove(ticket)
+        if not tickets:
+            del self._names[name]

@@ -1,0 +1,101 @@
+"""How answers go out: JSON, server-sent events, and a watch that ends the work when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import pydantic_core
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from keepmask.server.config import ServerConfig
+from keepmask.server.errors import describe, error_body
+from keepmask.server.runner import EngineThread
+from keepmask.server.ticket import Ticket
+
+__all__ = ["DONE", "Attended", "EventStream", "event", "json_response"]
+
+_log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def json_response(data: dict[str, Any]) -> Response:
+    """A JSON answer."""
+    return Response(pydantic_core.to_json(data), media_type="application/json")
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + pydantic_core.to_json(data) + b"\n\n"
+
+
+class Attended:
+    """Tickets that are aborted when the client goes away, takes too long, or the block is left before they end."""
+
+    def __init__(
+        self, engine: EngineThread, tickets: Sequence[Ticket], receive: Receive, *, timeout_s: float | None = None
+    ) -> None:
+        self._engine, self._tickets, self._receive, self._timeout_s = engine, tickets, receive, timeout_s
+        self._watch: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        self._watch = asyncio.create_task(self._until_disconnected())
+        if self._timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._abort)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._abort()
+
+    def _abort(self) -> None:
+        self._engine.abort(self._tickets)
+
+    async def _until_disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._abort()
+
+
+class EventStream(Response):
+    """Server-sent events of some tickets. Errors after the first byte are an event too; `[DONE]` ends the stream."""
+
+    def __init__(
+        self, engine: EngineThread, tickets: Sequence[Ticket], events: AsyncIterator[bytes], *, config: ServerConfig
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._engine, self._tickets, self._events = engine, tickets, events
+        self._timeout_s, self._write_timeout_s = config.request_timeout_s, config.write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come."""
+        async with Attended(self._engine, self._tickets, receive, timeout_s=self._timeout_s):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for chunk in self._events:
+                    await self._send(send, chunk)
+            except TimeoutError:
+                _log.warning("a client took nothing of its stream for %s s", self._write_timeout_s)
+                return
+            except Exception as error:  # the request's border: answered and logged
+                shown = describe(error)
+                if shown.status == 500:
+                    _log.warning("a stream ended with an error", exc_info=True)
+                await self._send(send, b"data: " + error_body(shown) + b"\n\n")
+            await self._send(send, DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        async with asyncio.timeout(self._write_timeout_s):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})

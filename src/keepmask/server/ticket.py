@@ -1,0 +1,180 @@
+"""`Ticket`: one request on its way through the engine, followed from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from keepmask.engine.core import Engine
+from keepmask.engine.request import Completion, Request
+from keepmask.mask import SamplingMask
+from keepmask.outputs import CompletionOutput, RequestOutput
+from keepmask.params import SamplingParams
+
+__all__ = ["Order", "Ticket", "TicketTimes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the engine is asked for: a prompt and its parameters, every default resolved."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None = None
+    cache_salt: str = ""
+    stream_interval: int | None = None
+    """Tokens in a chunk; None for one answer at the end."""
+
+
+@dataclass(slots=True)
+class TicketTimes:
+    """When things happened, in seconds of `time.monotonic`."""
+
+    submitted_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of a completion was handed over."""
+
+    tokens: int = 0
+    characters: int = 0
+    finished: bool = False
+
+
+class Ticket:
+    """One request, from its order to its last chunk.
+
+    The engine thread calls `collect`; the event loop calls everything else. Chunks that are not taken in time are
+    joined, so a slow reader costs no more memory than its own answer and holds nobody up.
+    """
+
+    def __init__(self, key: str, order: Order) -> None:
+        self.key = key
+        """The engine's name for the request: never one that a client chose."""
+        self.order = order
+        self.request: Request | None = None
+        self.times = TicketTimes()
+        self.finished = False
+        """No more will come."""
+        self.seed: int | None = None
+        self.num_cached_tokens = 0
+        self._on_end: list[Callable[[], None]] = []
+        self._sent: dict[int, _Sent] = {}
+        self._chunks: dict[int, list[CompletionOutput]] = {}
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    # On the engine thread
+
+    def collect(self, engine: Engine) -> list[CompletionOutput] | RequestOutput | None:
+        """What there is to hand over after a step; None when nothing is due."""
+        request = self.request
+        assert request is not None
+        if self.order.stream_interval is None:
+            return engine.output(request) if request.finished else None
+        chunks = [self._chunk(engine, completion) for completion in request.completions]
+        return [chunk for chunk in chunks if chunk is not None] or None
+
+    def _chunk(self, engine: Engine, completion: Completion) -> CompletionOutput | None:
+        assert self.order.stream_interval is not None
+        sent = self._sent.setdefault(completion.index, _Sent())
+        new = len(completion.token_ids) - sent.tokens
+        finished = completion.finish_reason is not None
+        due = finished or new >= self.order.stream_interval or (new and not sent.tokens)
+        if sent.finished or not due:
+            return None
+        chunk = engine.delta(completion, sent.tokens, sent.characters)
+        # Spans cover the whole output, so they come with its end.
+        chunk.weight_versions = list(completion.weight_versions) if finished else []
+        sent.tokens += len(chunk.token_ids)
+        sent.characters += len(chunk.text)
+        sent.finished = finished
+        return chunk
+
+    # On the event loop
+
+    def deliver(self, news: list[CompletionOutput] | RequestOutput, *, finished: bool) -> None:
+        """Take over what `collect` returned."""
+        assert self.request is not None
+        self.seed, self.num_cached_tokens = self.request.seed, self.request.num_cached_tokens
+        now = time.monotonic()
+        self.times.first_token_s = self.times.first_token_s or now
+        self.times.last_token_s = now
+        if isinstance(news, RequestOutput):
+            self._output = news
+        else:
+            for chunk in news:
+                self._chunks.setdefault(chunk.index, []).append(chunk)
+        self._news.set()
+        if finished:
+            self._end()
+
+    def fail(self, error: Exception) -> None:
+        """No answer will come, because of `error`."""
+        if not self.finished:
+            self._error = error
+            self._news.set()
+            self._end()
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call this once nothing more will come."""
+        if self.finished:
+            call()
+        else:
+            self._on_end.append(call)
+
+    async def output(self) -> RequestOutput:
+        """The whole answer. Raises what `fail` was given."""
+        while self._output is None and self._error is None:
+            await self._news.wait()
+            self._news.clear()
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    async def chunks(self) -> AsyncIterator[list[CompletionOutput]]:
+        """New chunks, at most one a completion at a time, until every completion is finished."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            taken, self._chunks = self._chunks, {}
+            if taken:
+                yield [_joined(parts) for parts in taken.values()]
+            if self._error is not None:
+                raise self._error
+            if self.finished and not self._chunks:
+                return
+
+    def _end(self) -> None:
+        self.finished = True
+        for call in self._on_end:
+            call()
+        self._on_end = []
+
+
+def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
+    """Chunks of one completion, in order, as one."""
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    return CompletionOutput(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        token_ids=list(chain.from_iterable(part.token_ids for part in parts)),
+        cumulative_logprob=last.cumulative_logprob,
+        logprobs=None if last.logprobs is None else list(chain.from_iterable(part.logprobs or () for part in parts)),
+        sampling_mask=None
+        if last.sampling_mask is None
+        else SamplingMask.concat(part.sampling_mask for part in parts if part.sampling_mask is not None),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        weight_versions=last.weight_versions,
+    )
