@@ -86,7 +86,7 @@ def test_logprobs_of_another_shape_than_the_ids_are_refused(logprobs):
 def test_logprobs_that_are_not_over_the_support_are_refused():
     with pytest.raises(MaskError, match=r"probabilities of row 0 add up to 0\.5"):
         peers.from_vllm([[1, 2]], [[math.log(0.25), math.log(0.25)]])
-    with pytest.raises(MaskError, match="sampling_mask logprobs: must be finite"):
+    with pytest.raises(MaskError, match="logprobs: must be finite"):
         peers.from_vllm([[1, 2]], [[math.nan, 0.0]])
 
 
@@ -216,7 +216,7 @@ def test_an_sglang_answer_becomes_a_rollout_in_either_logprobs_mode():
         ({"output_token_sampling_mask": None}, "output_token_sampling_mask: absent"),
         (
             {"output_token_sampling_mask_truncated": [False, True, True]},
-            "output_token_sampling_mask_truncated: 2 rows were cut to fit, the first at position 1",
+            "output_token_sampling_mask_truncated: 2 rows, the first at position 1; a cut support cannot be replayed",
         ),
         ({"output_token_sampling_mask_length": 7}, "output_token_sampling_mask_length: 7, but there are 3 rows"),
         (
@@ -410,6 +410,30 @@ def test_any_value_gives_a_mask_or_a_mask_error(value):
     ):
         with contextlib.suppress(MaskError):
             assert isinstance(read(value), SamplingMask)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats(-2, 2) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["logprob", "start", "content"]), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(vllm_answer()["choices"][0])), json_values)
+def test_any_value_in_a_vllm_answer_gives_rollouts_or_a_mask_error(name, value):
+    with contextlib.suppress(MaskError):
+        assert len(peers.rollouts_from_vllm(vllm_answer(**{name: value}))) == 1
+    with contextlib.suppress(MaskError):
+        peers.rollouts_from_vllm({"choices": value, "prompt_token_ids": [1]})
+
+
+@given(st.sampled_from([*sglang_meta(), "output_token_sampling_mask_truncated", "weight_versions"]), json_values)
+def test_any_value_in_an_sglang_answer_gives_a_rollout_or_a_mask_error(name, value):
+    answer = {"output_ids": [326, 42, 9], "meta_info": sglang_meta(**{name: value})}
+    with contextlib.suppress(MaskError):
+        assert len(peers.rollouts_from_sglang(answer, prompt_token_ids=[1])) == 1
 
 
 def test_masks_over_the_memory_bound_are_refused_before_they_are_built():

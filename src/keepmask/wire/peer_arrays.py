@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from keepmask.errors import MaskError
 from keepmask.wire.limits import Limits
 
-__all__ = ["FLOAT32", "INT32", "brief", "read_array"]
+__all__ = ["FLOAT32", "INT32", "brief", "field", "read_array"]
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32")}
 INT32, FLOAT32 = _DTYPES["int32"], _DTYPES["float32"]
@@ -48,6 +48,11 @@ def read_array(name: str, value: object, dtype: np.dtype[Any], limits: Limits, *
         raise MaskError(f"{name}: must have {ndim} dimension{'s' if ndim > 1 else ''}, got shape {list(array.shape)}")
     limits.check(num_rows=0, num_ids=array.size)
     return array if array.size else array.astype(dtype)
+
+
+def field(holder: object, name: str) -> Any:
+    """A member of a mapping or an attribute of an object; None where it has none."""
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
 def brief(value: object) -> str:
