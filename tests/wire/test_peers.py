@@ -218,6 +218,7 @@ def test_an_sglang_answer_becomes_a_rollout_in_either_logprobs_mode():
             {"output_token_sampling_mask_truncated": [False, True, True]},
             "output_token_sampling_mask_truncated: 2 rows, the first at position 1; a cut support cannot be replayed",
         ),
+        ({"output_token_sampling_mask": [[326], [], [9]]}, "output_token_sampling_mask: row 1 is empty"),
         ({"output_token_sampling_mask_length": 7}, "output_token_sampling_mask_length: 7, but there are 3 rows"),
         (
             {"output_token_sampling_logprobs": [[0.0]] * 2},

@@ -120,8 +120,9 @@ def from_sglang(meta_info: Mapping[str, Any], *, limits: Limits = DEFAULT_LIMITS
 
     Reads output_token_sampling_mask, output_token_sampling_mask_length, output_token_sampling_logprobs (floats for
     sampling_logprobs_mode "selected", rows for "support") and output_token_sampling_mask_logprobs.
-    Refuses a mask from bounded mode with truncated rows (the logprobs are over ids that are not there), and one part
-    of an incremental stream, whose parts have to be joined first.
+    Refuses a mask from bounded mode with truncated rows (the logprobs are over ids that are not there), empty rows
+    (SGLang lists the ids of a whole vocabulary too), and one part of an incremental stream, whose parts have to be
+    joined first.
     """
     rows = meta_info.get("output_token_sampling_mask")
     if rows is None:
@@ -143,7 +144,12 @@ def from_sglang(meta_info: Mapping[str, Any], *, limits: Limits = DEFAULT_LIMITS
     drawn = meta_info.get("output_token_sampling_logprobs")
     if logprobs is None and isinstance(drawn, Sequence) and drawn and isinstance(drawn[0], Sequence):
         logprobs = drawn
-    return _from_rows("output_token_sampling_mask", rows, logprobs, limits)
+    mask = _from_rows("output_token_sampling_mask", rows, logprobs, limits)
+    if (empty := np.flatnonzero(mask.counts == 0)).size:
+        raise MaskError(
+            f"output_token_sampling_mask: row {empty[0]} is empty ({empty.size} such); SGLang lists all ids"
+        )
+    return mask
 
 
 def from_verifiers(mask: object, *, sampled: ArrayLike | None = None, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
