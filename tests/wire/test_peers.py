@@ -264,6 +264,29 @@ def test_verifiers_arrays_and_their_msgpack_form_give_the_mask():
     assert peers.from_verifiers(dumped) == MASK
 
 
+def test_the_published_verifiers_package_writes_what_is_read():
+    graph, trace = pytest.importorskip("verifiers.v1.graph"), pytest.importorskip("verifiers.v1.trace")
+    types = pytest.importorskip("verifiers.v1.types")
+
+    def node(role, token_ids, mask, rows):
+        return graph.MessageNode(
+            message=role(content="x"),
+            token_ids=token_ids,
+            mask=mask,
+            sampling_mask=types.SamplingMask.from_sampling_mask(rows) if rows else None,
+        )
+
+    nodes = [
+        node(types.AssistantMessage, [1, 2, 326, 42], [False, False, True, True], ROWS[:2]),
+        node(types.UserMessage, [50, 51], [False, False], None),
+        node(types.AssistantMessage, [7, 9], [False, True], ROWS[2:]),
+    ]
+    branch = trace.Branch(index=0, nodes=nodes)
+    assert peers.from_verifiers(branch.sampling_mask, sampled=branch.sampled_mask) == MASK
+    assert peers.from_verifiers(nodes[0].model_dump(mode="python")["sampling_mask"]) == MASK[:2]
+    assert peers.from_verifiers(types.SamplingMask(**peers.to_ids_counts(MASK))) == MASK
+
+
 def test_a_verifiers_branch_gives_the_rows_of_its_sampled_tokens():
     branch = SimpleNamespace(ids=np.array([187, 326, 42, 5, 9, 11]), counts=np.array([0, 2, 1, 0, 0, 3, 0]))
     sampled = [False, True, True, False, False, True, False]

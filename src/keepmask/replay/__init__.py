@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepmask.replay import objectives, ratios, stats
-    from keepmask.replay.batch import PaddedBatch, ReplayBatch, Shard
+    from keepmask.replay.batch import ReplayBatch
     from keepmask.replay.history import LogitBias, TokenHistory
     from keepmask.replay.logprobs import logprobs_from_hidden, logprobs_from_logits
     from keepmask.replay.mismatch import Mismatch, TokenMismatch, measure_mismatch
     from keepmask.replay.scores import RowStatus, SupportScores
     from keepmask.replay.support import Support
     from keepmask.replay.transforms import TokenTransforms
+    from keepmask.replay.views import PaddedBatch, Shard
 
 _HOME = {
     "LogitBias": "keepmask.replay.history",
     "Mismatch": "keepmask.replay.mismatch",
-    "PaddedBatch": "keepmask.replay.batch",
+    "PaddedBatch": "keepmask.replay.views",
     "ReplayBatch": "keepmask.replay.batch",
     "RowStatus": "keepmask.replay.scores",
-    "Shard": "keepmask.replay.batch",
+    "Shard": "keepmask.replay.views",
     "Support": "keepmask.replay.support",
     "SupportScores": "keepmask.replay.scores",
     "TokenHistory": "keepmask.replay.history",

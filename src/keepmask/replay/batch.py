@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from keepmask.replay.pack import MissingMask, PackedRollouts, pack_rollouts
 from keepmask.replay.processors import ReplayProcessor
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import TokenTransforms
+from keepmask.replay.views import PaddedBatch, Shard, boundaries, counts_in, pairs_of, scattered, spans_of
 
-__all__ = ["PaddedBatch", "ReplayBatch", "Shard"]
+__all__ = ["ReplayBatch"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,12 +166,12 @@ class ReplayBatch:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """[S+1] int32: tokens of sequence s are [cu_seqlens[s], cu_seqlens[s + 1]), as FlashAttention takes them."""
-        return _boundaries(self.lengths, self.input_ids.device)
+        return boundaries(self.lengths, self.input_ids.device)
 
     @cached_property
     def row_cu_seqlens(self) -> Tensor:
         """[S+1] int32: the same for rows, as the objectives and ratios take them."""
-        return _boundaries(self.row_lengths, self.input_ids.device)
+        return boundaries(self.row_lengths, self.input_ids.device)
 
     @cached_property
     def row_sequences(self) -> Tensor:
@@ -186,7 +187,7 @@ class ReplayBatch:
 
     def to_tokens(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """[T]: each row's value at the token it scores, `fill` at tokens without a row. values: [R]. Differentiable."""
-        return _scattered(values, self._label_positions(), self.num_tokens, fill)
+        return scattered(values, self._label_positions(), self.num_tokens, fill)
 
     def to(self, device: torch.device | str) -> ReplayBatch:
         """The same batch on `device`."""
@@ -214,8 +215,8 @@ class ReplayBatch:
         if bad:
             raise MaskError(f"select_sequences: {bad[0]} is not one of the {self.num_sequences} sequences")
         starts, row_starts = [0, *accumulate(self.lengths)], [0, *accumulate(self.row_lengths)]
-        tokens = _spans([(starts[s], self.lengths[s]) for s in sequences], self.input_ids.device)
-        rows = _spans([(row_starts[s], self.row_lengths[s]) for s in sequences], self.input_ids.device)
+        tokens = spans_of([(starts[s], self.lengths[s]) for s in sequences], self.input_ids.device)
+        rows = spans_of([(row_starts[s], self.row_lengths[s]) for s in sequences], self.input_ids.device)
         return self._taken(
             tokens,
             rows,
@@ -251,9 +252,9 @@ class ReplayBatch:
         shape = (self.num_sequences, width)
         size = self.num_sequences * width
         return PaddedBatch(
-            input_ids=_scattered(self.input_ids, place, size, pad_token_id).view(shape),
-            attention_mask=_scattered(torch.ones_like(self.input_ids), place, size, 0).view(shape),
-            position_ids=_scattered(self.position_ids, place, size, 0).view(shape),
+            input_ids=scattered(self.input_ids, place, size, pad_token_id).view(shape),
+            attention_mask=scattered(torch.ones_like(self.input_ids), place, size, 0).view(shape),
+            position_ids=scattered(self.position_ids, place, size, 0).view(shape),
             logit_positions=place[self.logit_positions],
             label_positions=place[self._label_positions()],
         )
@@ -293,7 +294,7 @@ class ReplayBatch:
 
     def _shard(self, spans: list[tuple[int, int]]) -> Shard:
         device = self.input_ids.device
-        tokens = _spans(spans, device)
+        tokens = spans_of(spans, device)
         local = torch.full((self.num_tokens,), -1, dtype=torch.int64, device=device)
         local[tokens] = torch.arange(tokens.numel(), device=device)
         rows = (local[self.logit_positions] >= 0).nonzero()[:, 0]
@@ -301,8 +302,8 @@ class ReplayBatch:
         batch = self._taken(
             tokens,
             rows,
-            lengths=_counts(tokens, ends),
-            row_lengths=_counts(rows, list(accumulate(self.row_lengths))),
+            lengths=counts_in(tokens, ends),
+            row_lengths=counts_in(rows, list(accumulate(self.row_lengths))),
             is_shard=True,
         )
         return Shard(batch, tokens, rows)
@@ -342,7 +343,7 @@ class ReplayBatch:
             "support": self.support.select(rows),
             "transforms": self.transforms.select(rows),
             "rollout_logprobs": None if logprobs is None else logprobs[rows],
-            "rollout_member_logprobs": None if members is None else members[_pairs(self.support, rows)],
+            "rollout_member_logprobs": None if members is None else members[pairs_of(self.support, rows)],
             "row_versions": self.row_versions[rows],
         }
 
@@ -353,35 +354,6 @@ class ReplayBatch:
                 "first (whole[shard.rows] = values)"
             )
         return self.logit_positions + 1
-
-
-class Shard(NamedTuple):
-    """One rank's part of a batch under context parallelism, and where it comes from."""
-
-    batch: ReplayBatch
-    tokens: Tensor
-    """[T_local] int64: its tokens among those of the whole batch."""
-    rows: Tensor
-    """[R_local] int64: its rows among those of the whole batch; `whole[shard.rows] = values` puts them back."""
-
-
-class PaddedBatch(NamedTuple):
-    """The tokens of a `ReplayBatch` as [S, L]. Row r takes the logits at place logit_positions[r] of the S * L."""
-
-    input_ids: Tensor
-    """[S, L] int64."""
-    attention_mask: Tensor
-    """[S, L] int64: 1 at tokens, 0 at padding."""
-    position_ids: Tensor
-    """[S, L] int64; 0 at padding."""
-    logit_positions: Tensor
-    """[R] int64: `hidden.flatten(0, 1)[logit_positions]` for hidden [S, L, E]."""
-    label_positions: Tensor
-    """[R] int64: the place of the token each row scores."""
-
-    def to_tokens(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """[S, L]: each row's value at the token it scores, `fill` elsewhere. values: [R]. Differentiable."""
-        return _scattered(values, self.label_positions, self.input_ids.numel(), fill).view(self.input_ids.shape)
 
 
 def _transforms(packed: PackedRollouts, input_ids: Tensor) -> TokenTransforms:
@@ -402,36 +374,6 @@ def _transforms(packed: PackedRollouts, input_ids: Tensor) -> TokenTransforms:
             starts=torch.from_numpy(packed.generation_starts),
         )
     return TokenTransforms(num_tokens=num_rows, logit_bias=bias, history=history, **params)
-
-
-def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def _spans(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
-    """[sum of lengths] int64: start, start + 1, ... of every (start, length)."""
-    parts = [torch.arange(start, start + length, device=device) for start, length in spans]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
-
-
-def _counts(numbers: Tensor, ends: list[int]) -> tuple[int, ...]:
-    """How many of `numbers` fall into each of the consecutive ranges that end at `ends`."""
-    if not ends:
-        return ()
-    index = torch.searchsorted(torch.tensor(ends, device=numbers.device), numbers, right=True)
-    return tuple(torch.bincount(index, minlength=len(ends)).tolist())
-
-
-def _pairs(support: Support, rows: Tensor) -> Tensor:
-    """[M] int64: the numbers of the pairs of these rows, in their order."""
-    numbers = torch.arange(support.num_pairs, device=support.ids.device)
-    return Support(numbers, support.offsets, support.host_offsets).select(rows).ids
-
-
-def _scattered(values: Tensor, places: Tensor, size: int, fill: float) -> Tensor:
-    if values.shape != places.shape:
-        raise MaskError(f"{list(values.shape)} values for {places.numel()} rows; each row has one")
-    return values.new_full((size,), fill).index_put((places,), values)
 
 
 def _check_rank(rank: int, world_size: int) -> None:
