@@ -58,12 +58,15 @@ class LLM:
         """
         requests = self._add(prompts, sampling_params)
         if use_tqdm:
-            from keepmask.progress import Progress  # noqa: PLC0415  (rich loads when a bar is shown)
+            from keepmask.progress import Progress  # rich loads when a bar is shown
 
+            before = self.engine.stats().num_generated_tokens
             with Progress(len(requests)) as progress:
-                self._run(requests, lambda: progress.update(self._num_done(requests), self._num_tokens(requests)))
+                self._run(
+                    requests, lambda done: progress.update(done, self.engine.stats().num_generated_tokens - before)
+                )
         else:
-            self._run(requests, lambda: None)
+            self._run(requests, lambda _done: None)
         return [self.engine.output(request) for request in requests]
 
     def chat(
@@ -90,15 +93,41 @@ class LLM:
             raise RequestError(f"messages: the chat template refused them: {error}", param="messages") from error
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
+    def tokenize(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+        """Token ids of a prompt, and its text where there is one. Raises RequestError for anything else."""
+        if isinstance(prompt, str):
+            return self.get_tokenizer().encode(prompt), prompt
+        if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & set(prompt):
+            raise RequestError(
+                "prompt: must be text, {'prompt': text} or {'prompt_token_ids': [...]}, got " + type(prompt).__name__,
+                param="prompt",
+            )
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise RequestError(f"prompt: unknown key {sorted(unknown)[0]!r}", param="prompt")
+        text = prompt.get("prompt")
+        if "prompt_token_ids" in prompt:
+            return prompt["prompt_token_ids"], text
+        return self.get_tokenizer().encode(text), text
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The request's output after every step that changed it, each with everything so far."""
         (request,) = self._add(prompt, sampling_params)
         try:
             while not request.finished:
-                if request in self._step():
+                if request in self.step():
                     yield self.engine.output(request)
         finally:
             self.engine.abort([request.request_id])
+
+    def step(self) -> list[Request]:
+        """One step of the engine; returns the requests that have new tokens or ended.
+
+        Raises EngineError when the engine itself failed.
+        """
+        try:
+            return self.engine.step()
+        except Exception as error:
+            raise EngineError(f"the engine failed while computing a step: {error}") from error
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -117,7 +146,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for item, each in zip(items, params, strict=True):
-                token_ids, text = self._tokens(item)
+                token_ids, text = self.tokenize(item)
                 self._num_requests += 1
                 requests.append(self.engine.add(str(self._num_requests - 1), token_ids, each, prompt=text))
         except BaseException:
@@ -125,42 +154,16 @@ class LLM:
             raise
         return requests
 
-    def _tokens(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
-        """Token ids of a prompt, and its text where there is one."""
-        if isinstance(prompt, str):
-            return self.get_tokenizer().encode(prompt), prompt
-        if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & set(prompt):
-            raise RequestError(
-                f"prompt: must be text, {{'prompt': text}} or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}",
-                param="prompt",
-            )
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise RequestError(f"prompt: unknown key {sorted(unknown)[0]!r}", param="prompt")
-        text = prompt.get("prompt")
-        if "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"], text
-        return self.get_tokenizer().encode(text), text
+    def _run(self, requests: list[Request], on_step: Callable[[int], None]) -> None:
+        """Step until these requests are done; on any exception none of them is left in the engine.
 
-    def _run(self, requests: list[Request], on_step: Callable[[], None]) -> None:
-        """Step until these requests are done; on any exception none of them is left in the engine."""
+        on_step: called after each step with how many are done.
+        """
+        unfinished = set(requests)
         try:
-            while not all(request.finished for request in requests):
-                self._step()
-                on_step()
+            while unfinished:
+                unfinished.difference_update(request for request in self.step() if request.finished)
+                on_step(len(requests) - len(unfinished))
         except BaseException:
             self.engine.abort([request.request_id for request in requests])
             raise
-
-    def _step(self) -> list[Request]:
-        try:
-            return self.engine.step()
-        except Exception as error:
-            raise EngineError(f"the engine failed while computing a step: {error}") from error
-
-    @staticmethod
-    def _num_done(requests: list[Request]) -> int:
-        return sum(request.finished for request in requests)
-
-    @staticmethod
-    def _num_tokens(requests: list[Request]) -> int:
-        return sum(len(completion.token_ids) for request in requests for completion in request.completions)

@@ -28,6 +28,7 @@ class Progress:
             console=console,
             disable=not console.is_terminal,
         )
+        self.done = done
         self._task = self._bars.add_task(label, total=total, completed=done, speed="")
         self._started_s = time.perf_counter()
 
@@ -40,7 +41,8 @@ class Progress:
     ) -> None:
         self._bars.stop()
 
-    def update(self, done: int, num_tokens: int) -> None:
-        """Requests done and tokens generated since the bar appeared."""
-        speed = num_tokens / max(time.perf_counter() - self._started_s, 1e-9)
-        self._bars.update(self._task, completed=done, speed=f"{speed:,.0f} tokens/s")
+    def update(self, done: int, num_tokens: int | None = None) -> None:
+        """Items done, and tokens generated since the bar appeared where there are any."""
+        self.done = done
+        speed = "" if num_tokens is None else f"{num_tokens / (time.perf_counter() - self._started_s):,.0f} tokens/s"
+        self._bars.update(self._task, completed=done, speed=speed)
