@@ -244,13 +244,17 @@ def philox4x32(counter: Sequence[Any], key: Sequence[int], rounds: int = 10) -> 
     return c0, c1, c2, c3
 
 
-def gumbel(ids: Row, seed: int, completion_index: int, position: int) -> Row:
-    """Standard Gumbel noise of these ids, float64: -log(-log(u)) with u the midpoint of one of 2**52 equal cells."""
+def uniform(ids: Row, seed: int, completion_index: int, position: int) -> Row:
+    """A random number for each of these ids, float64: the midpoint of one of 2**52 equal cells of (0, 1)."""
     counter = (np.asarray(ids, np.uint64), position, completion_index, 0)
     x0, x1, _, _ = philox4x32(counter, (seed % 2**64 & WORD, seed % 2**64 >> 32))
     cell = (x0 >> 6) * 2**26 + (x1 >> 6)
-    u = (cell.astype(np.float64) + 0.5) * 2.0**-52
-    return -np.log(-np.log(u))
+    return (cell.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def gumbel(ids: Row, seed: int, completion_index: int, position: int) -> Row:
+    """Standard Gumbel noise of these ids, float64: -log(-log(u))."""
+    return -np.log(-np.log(uniform(ids, seed, completion_index, position)))
 
 
 def log_softmax(z: Row) -> Row:

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import event
 from hypothesis import strategies as st
 
 import oracle
@@ -114,7 +113,6 @@ def assert_row(batch, i, world, request):
     drawn = batch.logprobs.row_logprobs(i)
     assert drawn.ids[0] == batch.token_ids[i]
     if close_call(step):
-        event("close call")
         _assert_between(ids, batch.token_ids[i], world, request)
         return
     if step.support is None:

@@ -103,6 +103,31 @@ def test_c9_a_peaked_row_at_full_width(impl):
     assert supports(impl, [request(z, top_p=0.999)]) == [sorted(order[:count].tolist())]
 
 
+@pytest.mark.parametrize(
+    ("semantics", "expected"),
+    [
+        ("vllm", lambda n: list(range(n))),
+        ("sglang", lambda n: []),  # all of 16 tied
+        ("hf", lambda n: list(range(16 - n, 16))),
+    ],
+)
+def test_flat_rows_are_cut_exactly(impl, semantics, expected):
+    batch = [request(np.full(16, -2.5), top_p=n / 16) for n in range(1, 16)]
+    assert supports(impl, batch, semantics=semantics) == [expected(n) for n in range(1, 16)]
+
+
+def test_an_id_with_exactly_top_p_before_it_goes_in_profile_vllm_and_stays_in_sglang(impl):
+    top_p = 1 / (1 + np.exp(-1.0))
+    assert top_p * (1 + np.exp(-1.0)) == 1.0
+    batch = [request([0.0, -1.0, -np.inf], top_p=top_p, sampling_semantics=name) for name in ("vllm", "sglang")]
+    got = sampled(Sampler(World(3).spec(), impl=impl), batch).mask.wait()
+    assert [got.row(i)[0].tolist() for i in (0, 1)] == [[0], [0, 1]]
+
+
+def test_min_p_of_one_keeps_the_ties_of_the_highest(impl):
+    assert supports(impl, [request([1.0, 3.0, 3.0, 2.9999998], min_p=1.0)]) == [[1, 2]]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_c10_nan_or_infinity_fails_its_request_only(impl, bad):
     z = np.zeros((3, 5), np.float32)
@@ -161,6 +186,30 @@ def test_c13_penalties_equal_a_recount_from_the_history_each_step(impl):
         token_id = int(kept.token_ids[0])
         row.append(token_id)
         one.output = [*one.output, token_id]
+
+
+@pytest.mark.parametrize(
+    ("fields", "drawn"),
+    [
+        # Each line: greedy over [2, 0, -1], prompt [0], output [0]; the other order of the two steps draws another id.
+        ({"logit_bias": {0: 4.0, 1: 2.5}, "repetition_penalty": 3.0}, 1),  # (2 + 4) / 3 = 2, not 2 / 3 + 4
+        ({"logit_bias": {1: 0.9}, "repetition_penalty": 2.0, "presence_penalty": 0.2}, 1),  # 2 / 2 - .2, not 1.8 / 2
+        ({"logit_bias": {1: 0.9}, "repetition_penalty": 2.0, "frequency_penalty": 0.2}, 1),
+        ({"logit_bias": {0: 100.0}, "allowed_token_ids": [1, 2]}, 1),  # a ban is not biased away
+        ({"logit_bias": {0: 100.0}, "stop_token_ids": [0], "min_tokens": 5}, 1),
+    ],
+)
+def test_steps_come_in_the_documented_order(impl, fields, drawn):
+    one = request([2.0, 0.0, -1.0], temperature=0, **fields)
+    one.prompt, one.output = [0], [0]
+    assert supports(impl, [one]) == [[drawn]]
+
+
+def test_penalties_come_before_the_temperature(impl):
+    # (1 - .9) / .5 = .2 is within ln 2 of 0; 1 / .5 - .9 = 1.1 would leave id 1 behind.
+    one = request([1.0, 0.0, -9.0], temperature=0.5, min_p=0.5, presence_penalty=0.9)
+    one.output = [0]
+    assert supports(impl, [one]) == [[0, 1]]
 
 
 @pytest.mark.parametrize(
