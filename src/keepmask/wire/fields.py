@@ -63,7 +63,7 @@ def decode_json(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask
             "raise the Limits"
         )
     try:
-        document = json.loads(data, parse_constant=_refuse_constant)
+        document = json.loads(data.decode(), parse_constant=_refuse_constant)
     except RecursionError:
         raise MaskError("JSON nested too deeply for a mask") from None
     except MaskError:

@@ -33,7 +33,7 @@ def from_lists(rows: Any, logprobs: Any = None, *, limits: Limits = DEFAULT_LIMI
     try:
         ids = np.array(flat, np.int64)
     except OverflowError:
-        raise MaskError("sampling_mask: ids must fit in int32") from None
+        raise MaskError("sampling_mask: ids must be in [0, 2147483648)") from None
     offsets = np.concatenate([[0], np.cumsum(counts)])
     values = None if logprobs is None else _logprobs(logprobs, counts)
     order = _ascending_order(ids, offsets)

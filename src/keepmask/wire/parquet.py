@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from keepmask import __version__
 from keepmask.errors import MaskError
 from keepmask.wire.arrow import load_pyarrow
-from keepmask.wire.rollouts import schema
+from keepmask.wire.rollouts import conform, schema
 
 __all__ = ["Footer", "RowGroup", "keys", "merge", "read_footer", "read_table", "row_groups", "write_table"]
 
@@ -33,7 +33,7 @@ class Footer(NamedTuple):
     """What the writer was told about the run."""
     token_text: dict[int, str]
     """Text of each token id in the file; empty where the writer had no tokenizer."""
-    keepmask: str = __version__
+    keepmask: str
     """Version that wrote the file."""
 
 
@@ -44,9 +44,9 @@ class RowGroup(NamedTuple):
     number: int
 
 
-def write_table(stream: IO[bytes], table: Any, footer: Footer) -> None:
-    """Write one table as one row group."""
-    with _writer(stream, footer) as writer:
+def write_table(stream: IO[bytes], table: Any, run: Mapping[str, Any], token_text: Mapping[int, str]) -> None:
+    """Write one table as a file of one row group."""
+    with _writer(stream, run, token_text) as writer:
         writer.write_table(table)
 
 
@@ -73,9 +73,13 @@ def row_groups(file: Path) -> list[RowGroup]:
 
 
 def read_table(group: RowGroup) -> Any:
-    """The rows of a row group, their checksums verified."""
+    """The rows of a row group; raises MaskError naming the file when checksums or types are wrong."""
     with _opened(group.file) as parquet:
-        return parquet.read_row_group(group.number)
+        table = parquet.read_row_group(group.number)
+    try:
+        return conform(table)
+    except MaskError as error:
+        raise MaskError(f"{group.file}: {error}") from error
 
 
 def keys(table: Any) -> list[tuple[str, int]]:
@@ -94,7 +98,7 @@ def merge(groups: Sequence[RowGroup], stream: IO[bytes], run: Mapping[str, Any])
             places.setdefault(key, (group, row))
     table_of = lru_cache(_CACHED_ROW_GROUPS)(read_table)
     pa = load_pyarrow()
-    with _writer(stream, Footer(dict(run), texts)) as writer:
+    with _writer(stream, run, texts) as writer:
         for rows in _runs([places[key] for key in sorted(places, key=_natural)], table_of):
             writer.write_table(pa.concat_tables(rows))
 
@@ -122,8 +126,8 @@ def _natural(key: tuple[str, int]) -> tuple[list[Any], str, int]:
 
 
 @contextlib.contextmanager
-def _writer(stream: IO[bytes], footer: Footer) -> Iterator[Any]:
-    document = {"format": FORMAT, "keepmask": footer.keepmask, "run": footer.run, "token_text": footer.token_text}
+def _writer(stream: IO[bytes], run: Mapping[str, Any], token_text: Mapping[int, str]) -> Iterator[Any]:
+    document = {"format": FORMAT, "keepmask": version("keepmask"), "run": dict(run), "token_text": dict(token_text)}
     with load_pyarrow("pyarrow.parquet").ParquetWriter(
         stream,
         schema(),

@@ -16,7 +16,7 @@ import numpy as np
 from keepmask.errors import ConfigError, MaskError
 from keepmask.outputs import Rollout
 from keepmask.wire.files import write_atomically
-from keepmask.wire.parquet import Footer, RowGroup, keys, merge, read_footer, read_table, row_groups, write_table
+from keepmask.wire.parquet import RowGroup, keys, merge, read_footer, read_table, row_groups, write_table
 from keepmask.wire.rollouts import from_table, to_table
 
 __all__ = ["RolloutWriter", "TokenText", "read_rollouts", "write_rollouts"]
@@ -91,7 +91,7 @@ class RolloutWriter:
             raise MaskError(f"request {request_id!r}, completion {index}: written twice; skip what is completed")
         for part in _chunks(batch):
             buffer = io.BytesIO()
-            write_table(buffer, to_table(part), Footer(self._run, self._texts_of(part)))
+            write_table(buffer, to_table(part), self._run, self._texts_of(part))
             number = 1 + max(map(_part_number, _parts(self.folder)), default=-1)
             with self._writing(self.folder / f"part-{number:06d}.parquet") as stream:
                 stream.write(buffer.getbuffer())

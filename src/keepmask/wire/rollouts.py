@@ -15,7 +15,7 @@ from keepmask.mask import SamplingMask
 from keepmask.outputs import FinishReason, Rollout, WeightVersionSpan
 from keepmask.wire.arrow import load_pyarrow
 
-__all__ = ["from_table", "schema", "to_table"]
+__all__ = ["conform", "from_table", "schema", "to_table"]
 
 
 def schema() -> Any:
@@ -80,26 +80,32 @@ def to_table(rollouts: Sequence[Rollout]) -> Any:
     return pa.table([_column(columns[field.name], field.type) for field in target], schema=target)
 
 
+def conform(table: Any) -> Any:
+    """The table with the columns of `schema` and no others; raises MaskError when one is absent or not of its type."""
+    target = schema()
+    if missing := [name for name in target.names if name not in table.schema.names]:
+        raise MaskError(f"no column{'s' * (len(missing) > 1)} {', '.join(missing)}")
+    try:
+        conforming = table.select(target.names).cast(target)
+        conforming.validate(full=True)
+    except ValueError as error:
+        raise MaskError(f"a column is not of its type: {str(error)[:200]}") from None
+    return conforming
+
+
 def from_table(table: Any) -> Iterator[Rollout]:
-    """The rollouts of a table with the columns of `schema`, in order.
+    """The rollouts of a table that `conform` returned, in order.
 
     Raises MaskError naming the row when a field is no valid value, or has not one entry a token.
     """
-    target = schema()
-    if missing := [name for name in target.names if name not in table.schema.names]:
-        raise MaskError(f"rollout file without the column{'s' * (len(missing) > 1)} {', '.join(missing)}")
-    try:
-        table = table.select(target.names).cast(target)
-    except ValueError as error:
-        raise MaskError(f"rollout file: a column has another type than docs/format.md says: {error}") from None
     row = 0
     for batch in table.to_batches():
-        columns = {name: _values(batch.column(name)) for name in target.names}
+        columns = {name: _values(batch.column(name)) for name in batch.schema.names}
         for i in range(batch.num_rows):
             try:
                 yield _rollout({name: values[i] for name, values in columns.items()})
             except (MaskError, ValueError, TypeError) as error:
-                raise MaskError(f"rollout file, row {row + i}: {error}") from None
+                raise MaskError(f"row {row + i}: {error}") from None
         row += batch.num_rows
 
 
@@ -205,7 +211,7 @@ def _values(column: Any) -> list[Any]:
 def _taker(values: Any) -> Callable[[int, int], Any]:
     """A function giving elements [start, stop) of the values of a list column."""
     if values.null_count:
-        raise MaskError("rollout file: lists must hold no nulls")
+        raise MaskError("lists must hold no nulls")
     if not load_pyarrow().types.is_list(values.type):
         flat: NDArray[Any] = values.to_numpy()
         return lambda start, stop: flat[start:stop]
