@@ -88,7 +88,7 @@ def conform(table: Any) -> Any:
     try:
         conforming = table.select(target.names).cast(target)
         conforming.validate(full=True)
-    except ValueError as error:
+    except (load_pyarrow().ArrowException, ValueError) as error:
         raise MaskError(f"a column is not of its type: {str(error)[:200]}") from None
     return conforming
 
