@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keepmask.replay.ids import places_in
-from keepmask.replay.pairs import RowStats
+from keepmask.replay.pairs import NEGLIGIBLE, RowStats, probabilities
 from keepmask.replay.source import BLOCK_FLOATS, Block, LogitSource
 from keepmask.replay.transforms import TokenTransforms
 
@@ -72,9 +72,8 @@ def full_backward(
             if for_entropy is not None:
                 weights, values = for_entropy
                 # A logit of -inf has p = 0 and contributes nothing; 0 * inf must not be formed.
-                finite = logprobs.clamp(min=torch.finfo(z.dtype).min)
-                grad -= weights[part, None] * (finite + values[part, None])
-            grad *= logprobs.exp()
+                grad -= weights[part, None] * (logprobs.clamp(min=NEGLIGIBLE) + values[part, None])
+            grad *= probabilities(logprobs)
             if for_targets is not None:
                 columns, inside = places_in(targets[part], block.ids)
                 hit = torch.where(inside, for_targets[part], 0.0)
@@ -94,10 +93,10 @@ def _transformed(block: Block, rows: Tensor, transforms: TokenTransforms | None)
 
 def _block_stats(z: Tensor, ids: range, targets: Tensor) -> RowStats:
     peak = z.amax(1)
-    centred = z - torch.where(peak > -torch.inf, peak, 0.0)[:, None]
-    weights = centred.exp()
+    centred = (z - torch.where(peak > -torch.inf, peak, 0.0)[:, None]).clamp_(min=NEGLIGIBLE)
+    weights = probabilities(centred)
     columns, inside = places_in(targets, ids)
-    weighted = torch.where(weights > 0, weights * centred, 0.0)
+    weighted = weights * centred
     return RowStats(
         peak=peak,
         total=weights.sum(1, dtype=torch.float64),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keepmask.replay.full import full_backward, full_stats
-from keepmask.replay.pairs import RowStats, finish, member_logprobs, pair_gradient, row_stats, row_sums
+from keepmask.replay.pairs import RowStats, divergence, finish, member_logprobs, pair_gradient, row_stats, row_sums
 from keepmask.replay.parallel import VocabParallel
 from keepmask.replay.plan import Plan
 from keepmask.replay.scores import RowStatus
@@ -122,7 +122,7 @@ def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
     kl = None
     if job.ref_member_logprobs is not None:
         reference = job.ref_member_logprobs[pairs]
-        kl = _summed(row_sums(logprobs.exp() * (logprobs - reference), support.offsets), job).to(source.dtype)
+        kl = _summed(row_sums(divergence(logprobs, reference), support.offsets), job).to(source.dtype)
     full = finish(_full_stats(source, job, plan.full_rows))
 
     num_rows = job.targets.numel()

@@ -106,7 +106,8 @@ class Support:
         return moved
 
     def select(self, rows: Tensor) -> Support:
-        """The support made of these rows, in this order. rows: [R] int64 row numbers, or [T] bool."""
+        """The support made of these rows, in this order. rows: [R] int64 row numbers, or [T] bool; on the CPU they
+        serve a support on any device that was made from host data, without waiting for it."""
         return self._select(_row_numbers(rows, self.num_rows))[0]
 
     def active(self, rows: Tensor | None = None) -> ActiveRows:
@@ -123,9 +124,7 @@ class Support:
         """The same rows with only those pairs whose id is in `ids`, and their numbers [M]. Rows may become empty."""
         inside = places_in(self.ids, ids)[1]
         pairs = inside.nonzero()[:, 0]
-        before = torch.zeros(self.num_pairs + 1, dtype=torch.int64, device=self.ids.device)
-        torch.cumsum(inside, 0, out=before[1:])
-        return Support(self.ids[pairs], before[self.offsets]), pairs
+        return Support(self.ids[pairs], _cumulative(inside)[self.offsets]), pairs
 
     def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], R]) -> R:
         """`make()`, or what it gave last time under this name if these are the same, unmodified objects.
@@ -259,25 +258,28 @@ class Support:
 
     @cached_property
     def _active(self) -> ActiveRows:
-        host = (self._offsets_on_host.diff() > 1).nonzero().squeeze(1)
-        return self._restrict(host.to(self.ids.device, non_blocking=True))
+        return self._restrict((self._offsets_on_host.diff() > 1).nonzero()[:, 0])
 
     def _restrict(self, rows: Tensor) -> ActiveRows:
         if rows.numel() == self.num_rows:
-            return ActiveRows(rows, self, torch.arange(self.num_pairs, device=self.ids.device))
+            everything = torch.arange(self.num_pairs, device=self.ids.device)
+            return ActiveRows(rows.to(self.ids.device), self, everything)
         support, pairs = self._select(rows)
         if "by_id" in self.__dict__:
             support.__dict__["by_id"] = _filter_order(self.by_id, self.ids, pairs, support.row_index)
-        return ActiveRows(rows, support, pairs)
+        return ActiveRows(rows.to(self.ids.device, non_blocking=True), support, pairs)
 
     def _select(self, rows: Tensor) -> tuple[Support, Tensor]:
-        offsets = torch.zeros(rows.numel() + 1, dtype=torch.int64, device=self.ids.device)
-        torch.cumsum(self.counts[rows], 0, out=offsets[1:])
-        starts = self.offsets[:-1][rows] - offsets[:-1]
-        total = int(offsets[-1])
-        pairs = torch.repeat_interleave(starts, offsets.diff(), output_size=total)
-        pairs += torch.arange(total, device=self.ids.device)
-        return Support(self.ids[pairs], offsets), pairs
+        device = self.ids.device
+        host = None
+        if rows.device.type == "cpu" and self.host_offsets is not None:
+            host = _cumulative(self.host_offsets.diff()[rows])
+        rows = rows.to(device, non_blocking=True)
+        offsets = _cumulative(self.counts[rows]) if host is None else host.to(device, non_blocking=True)
+        total = int((offsets if host is None else host)[-1])
+        pairs = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], offsets.diff(), output_size=total)
+        pairs += torch.arange(total, device=device)
+        return Support(self.ids[pairs], offsets, host), pairs
 
 
 def _row_numbers(rows: Tensor, num_rows: int) -> Tensor:
@@ -286,6 +288,13 @@ def _row_numbers(rows: Tensor, num_rows: int) -> Tensor:
     if rows.shape != (num_rows,):
         raise MaskError(f"select: a boolean selection needs one value for each of the {num_rows} rows")
     return rows.nonzero().squeeze(1)
+
+
+def _cumulative(counts: Tensor) -> Tensor:
+    """The offsets of rows of these lengths."""
+    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    return offsets
 
 
 def _cat_offsets(parts: list[Tensor], starts: list[int]) -> Tensor:
@@ -306,9 +315,7 @@ def _stable_order(ids: Tensor) -> Tensor:
 
 def _id_order(order: Tensor, sorted_ids: Tensor, rows: Tensor) -> IdOrder:
     ids, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-    offsets = torch.zeros(ids.numel() + 1, dtype=torch.int64, device=ids.device)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    return IdOrder(order, rows, ids.to(torch.int64), offsets)
+    return IdOrder(order, rows, ids.to(torch.int64), _cumulative(counts))
 
 
 def _filter_order(whole: IdOrder, ids: Tensor, pairs: Tensor, row_index: Tensor) -> IdOrder:
