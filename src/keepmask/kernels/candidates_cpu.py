@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.kernels.jit import jit, jit_reassociated
-from keepmask.kernels.philox_cpu import gumbel, philox_block, round_keys
+from keepmask.kernels.philox_cpu import first_words, gumbel, round_keys
 
 __all__ = [
     "EMPTY",
     "NOT_FINITE",
     "OK",
     "TOO_MANY",
+    "all_legal",
     "contenders",
     "contenders_bfloat16",
-    "rank",
     "select",
     "select_bfloat16",
 ]
@@ -30,7 +30,7 @@ __all__ = [
 OK, NOT_FINITE, EMPTY, TOO_MANY = 0, 1, 2, 3
 """Status of a row: fine; holds NaN or +inf; holds nothing above -inf; has more candidates than there is room for."""
 
-BLOCK = 64
+BLOCK, FINER = 64, 16
 INFINITY_KEY = np.int32(0x7F800000)
 MINUS_INFINITY_KEY = np.int32(-0x7F800001)
 NEGLIGIBLE = 45.0
@@ -79,40 +79,39 @@ def scan(bits: NDArray[np.int32], block_max: NDArray[np.int32]) -> tuple[np.int3
 
 
 @jit
-def finer_maxima(bits: NDArray[np.int32], width: int, block_max: NDArray[np.int32]) -> None:
-    """Maxima of the order keys over blocks of `width`. block_max: [ceil(V / width)], out."""
-    for j in range(block_max.size):
-        top = np.int32(-0x7FFFFFFF)
-        for i in range(j * width, min(bits.size, (j + 1) * width)):
-            top = max(top, bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-        block_max[j] = top
+def finer_maxima(bits: NDArray[np.int32], group_max: NDArray[np.int32]) -> None:
+    """Maxima of the order keys over groups of 16: group g of n holds ids g, g + n, g + 2 n and so on.
+
+    group_max: [n], out, n = ceil(V / 16).
+    """
+    n = group_max.size
+    group_max[:] = np.int32(-0x7FFFFFFF)
+    for start in range(0, bits.size, n):
+        part = bits[start : start + n]
+        for g in range(part.size):
+            key = part[g] ^ ((part[g] >> np.int32(31)) & np.int32(0x7FFFFFFF))
+            group_max[g] = max(group_max[g], key)
 
 
 @jit
-def kth_largest(values: NDArray[np.int32], k: int) -> np.int32:
-    """The k-th largest, 1 <= k <= N. values: [N], reordered."""
-    low, high, target = 0, values.size - 1, k - 1
-    while low < high:
-        middle = (low + high) // 2
-        a, b, c = values[low], values[middle], values[high]
-        pivot = max(min(a, b), min(max(a, b), c))
-        i, j = low, high
-        while i <= j:
-            while values[i] > pivot:
-                i += 1
-            while values[j] < pivot:
-                j -= 1
-            if i <= j:
-                values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-        if target <= j:
-            high = j
-        elif target >= i:
-            low = i
+def reached_by(values: NDArray[np.int32], k: int, low: np.int32, high: np.int32) -> np.int32:
+    """A value that at least k of the values reach, 1 <= k <= N, and an eighth more at most unless they are equal.
+
+    low, high: bounds on the values. Halves the range until its middle is such a value.
+    """
+    least, most = np.int64(low), np.int64(high)
+    while least < most:
+        middle = (least + most + 1) >> 1
+        bound, count = np.int32(middle), np.int32(0)
+        for i in range(values.size):
+            count += np.int32(values[i] >= bound)
+        if count < k:
+            most = middle - 1
+        elif count <= k + k // 8:
+            return bound
         else:
-            return pivot
-    return values[target]
+            least = middle
+    return np.int32(least)
 
 
 @jit
@@ -173,18 +172,23 @@ def row_weight(row: NDArray[np.float32], block_max: NDArray[np.int32], temperatu
 @jit
 def collect(
     row: NDArray[np.float32],
-    block_max: NDArray[np.int32],
+    group_max: NDArray[np.int32],
     width: int,
     bound: np.float32,
     z: NDArray[np.float32],
     ids: NDArray[np.int32],
 ) -> int:
-    """Put the logits >= bound (never -inf) and their ids, ascending, into z and ids; their number, or C + 1 if more."""
+    """Put the logits >= bound (never -inf) and their ids into z and ids; their number, or C + 1 if more.
+
+    group_max: maxima over blocks of 64 ids side by side if width is 64, else over the groups of `finer_maxima`, or of
+    one id each.
+    """
     n = 0
-    for j in range(block_max.size):
-        if value_of_key(block_max[j]) < bound:
+    first, step = (BLOCK, 1) if width == BLOCK else (1, group_max.size)
+    for j in range(group_max.size):
+        if value_of_key(group_max[j]) < bound:
             continue
-        for i in range(j * width, min(row.size, (j + 1) * width)):
+        for i in range(j * first, min(row.size, j * first + width * step), step):
             if row[i] >= bound and row[i] > -np.inf:
                 if n == ids.size:
                     return n + 1
@@ -196,35 +200,64 @@ def collect(
 
 @jit
 def top_k_bound(
-    bits: NDArray[np.int32], block_max: NDArray[np.int32], k: int, scratch: NDArray[np.int32]
-) -> tuple[np.float32, int]:
-    """A value that at least k logits reach, few more if possible; and the width of the blocks that shows it.
+    bits: NDArray[np.int32],
+    block_max: NDArray[np.int32],
+    k: int,
+    low: np.int32,
+    high: np.int32,
+    scratch: NDArray[np.int32],
+) -> tuple[np.float32, NDArray[np.int32], int]:
+    """A value that at least k logits reach, and not many more; the maxima that show it, and the width of their groups.
 
-    Each of the k blocks with the highest maxima has a logit >= the k-th of these maxima. scratch: [2 V]; its first
-    ceil(V / width) entries are the maxima of those blocks afterwards.
+    If the maxima of k groups reach it, k logits do. low, high: lowest and highest order key of the row. scratch: [V].
     """
-    width = BLOCK
-    while width > 1 and 2 * k > (bits.size + width - 1) // width:
-        width = 16 if width == BLOCK else 1
-    n = (bits.size + width - 1) // width
-    if width == BLOCK:
-        scratch[:n] = block_max
-    else:
-        finer_maxima(bits, width, scratch[:n])
-    scratch[n : 2 * n] = scratch[:n]
-    return value_of_key(kth_largest(scratch[n : 2 * n], k)), width
+    if k == 1:
+        return value_of_key(high), block_max, BLOCK
+    width, maxima = BLOCK, block_max
+    if 2 * k > block_max.size:
+        width, maxima = FINER, scratch[: (bits.size + FINER - 1) // FINER]
+        if 2 * k > maxima.size:
+            width, maxima = 1, scratch[: bits.size]
+            for i in range(bits.size):
+                maxima[i] = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        else:
+            finer_maxima(bits, maxima)
+    return value_of_key(reached_by(maxima, min(k, bits.size), low, high)), maxima, width
+
+
+@jit
+def rank_of(
+    row: NDArray[np.float32],
+    block_max: NDArray[np.int32],
+    temperature: np.float32,
+    token_id: int,
+    token_z: np.float32,
+) -> int:
+    """1 + how many ids come before the token by (z / temperature descending, id ascending).
+
+    token_z: its logit over the temperature. block_max: of blocks of 64.
+    """
+    before = 0
+    for j in range(block_max.size):
+        if value_of_key(block_max[j]) / temperature < token_z:
+            continue
+        for i in range(j * BLOCK, min(row.size, (j + 1) * BLOCK)):
+            z = row[i] / temperature
+            before += z > token_z or (z == token_z and i < token_id)
+    return 1 + before
 
 
 @jit
 def grow(
     row: NDArray[np.float32],
     block_max: NDArray[np.int32],
+    low: np.int32,
+    high: np.int32,
     temperature: np.float32,
     shift: float,
     target: float,
     rho: float,
     alpha: float,
-    scratch: NDArray[np.int32],
     z: NDArray[np.float32],
     ids: NDArray[np.int32],
 ) -> tuple[int, float, np.float32]:
@@ -234,8 +267,7 @@ def grow(
     while True:
         bound = np.float32(-np.inf)
         if k < n_blocks:
-            scratch[:n_blocks] = block_max
-            bound = lowered(float(value_of_key(kth_largest(scratch[:n_blocks], k))), t, rho, alpha)
+            bound = lowered(float(value_of_key(reached_by(block_max, k, low, high))), t, rho, alpha)
         n = collect(row, block_max, BLOCK, bound, z, ids)
         if n > ids.size:
             return n, 0.0, bound
@@ -261,8 +293,10 @@ def select_row(
     weighs: bool,
     rho: float,
     alpha: float,
+    tokens: NDArray[np.int64],  # [2], in: a token id or -1; out: its rank
+    token_z: np.float32,
     block_max: NDArray[np.int32],  # [ceil(V / 64)], scratch
-    scratch: NDArray[np.int32],  # [2 V], scratch
+    scratch: NDArray[np.int32],  # [V], scratch
     z: NDArray[np.float32],  # [C], out
     ids: NDArray[np.int32],  # [C], out
 ) -> tuple[int, int, float, float, float]:
@@ -277,19 +311,20 @@ def select_row(
     shift = np.float64(top / temperature)
     if not math.isfinite(shift):
         return NOT_FINITE, 0, 0.0, 0.0, 0.0
+    if tokens[0] >= 0:
+        tokens[1] = rank_of(row, block_max, temperature, tokens[0], token_z)
     total = row_weight(row, block_max, temperature, shift) if weighs else 0.0
     bound, width, closed = np.float32(-np.inf), BLOCK, True
     maxima = block_max
     if k > 0:
-        kth, width = top_k_bound(bits, block_max, k, scratch)
+        kth, maxima, width = top_k_bound(bits, block_max, k, low, high, scratch)
         bound = lowered(float(kth), float(temperature), rho, alpha)
-        maxima = scratch[: (row.size + width - 1) // width]
     if log_min_p > -np.inf:
         exact = least_exact(float(top), rho, alpha) + float(temperature) * log_min_p
         bound = max(bound, reaching(exact, abs(float(top)), float(temperature), rho, alpha))
     if k == 0 and log_min_p == -np.inf and top_p < 1:
         n, weight, bound = grow(
-            row, block_max, temperature, shift, top_p * total * (1 + 1e-9), rho, alpha, scratch, z, ids
+            row, block_max, low, high, temperature, shift, top_p * total * (1 + 1e-9), rho, alpha, z, ids
         )
         closed = bound == -np.inf
     else:
@@ -314,8 +349,10 @@ def select(
     top_p: NDArray[np.float64],  # [B], 1 where off
     weighs: NDArray[np.bool_],  # [B]
     margin: tuple[float, float],
+    tokens: NDArray[np.int64],  # [M, 2], in: token ids, or -1; out: their ranks
+    token_z: NDArray[np.float32],  # [M], their logits over the temperature
     z: NDArray[np.float32],  # [M, C], out
-    ids: NDArray[np.int32],  # [M, C], out, ascending
+    ids: NDArray[np.int32],  # [M, C], out
     counts: NDArray[np.int64],  # [M], out
     sums: NDArray[np.float64],  # [M, 3], out: outside, shift, floor
     status: NDArray[np.int64],  # [M], out
@@ -326,11 +363,12 @@ def select(
 
     counts: how many, all above -inf. sums: the weight exp(z / temperature - shift) of all other ids, for rows that
     weigh; shift, the highest z / temperature; floor: no id above it is missing, in units of z / temperature.
-    top_p bounds the candidates only where top-k and min-p are off, and needs `weighs`.
+    top_p bounds the candidates only where top-k and min-p are off, and needs `weighs`. The rank of a token is 1 + the
+    number of ids before it by (z / temperature descending, id ascending).
     """
     V = logits.shape[1]
     block_max = np.empty((V + BLOCK - 1) // BLOCK, np.int32)
-    scratch = np.empty(2 * V, np.int32)
+    scratch = np.empty(V, np.int32)
     for m in range(first, end):
         b = items[m]
         status[m], counts[m], sums[m, 0], sums[m, 1], sums[m, 2] = select_row(
@@ -342,6 +380,8 @@ def select(
             weighs[b],
             margin[0],
             margin[1],
+            tokens[m],
+            token_z[m],
             block_max,
             scratch,
             z[m],
@@ -368,6 +408,8 @@ def select_bfloat16(
     top_p: NDArray[np.float64],
     weighs: NDArray[np.bool_],
     margin: tuple[float, float],
+    tokens: NDArray[np.int64],
+    token_z: NDArray[np.float32],
     z: NDArray[np.float32],
     ids: NDArray[np.int32],
     counts: NDArray[np.int64],
@@ -390,6 +432,8 @@ def select_bfloat16(
             top_p,
             weighs,
             margin,
+            tokens,
+            token_z,
             z,
             ids,
             counts,
@@ -422,9 +466,8 @@ def contenders_row(
         return EMPTY, 0, False
     if not math.isfinite(value_of_key(high) / temperature):
         return NOT_FINITE, 0, False
-    keys0, keys1 = np.empty(10, np.uint64), np.empty(10, np.uint64)
-    round_keys(seed, keys0, keys1)
-    x0, x1 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
+    keys, x0 = np.empty((10, 2), np.uint32), np.empty(BLOCK, np.uint32)
+    round_keys(seed, keys)
     start = 0
     while block_max[start] != high:
         start += 1
@@ -436,7 +479,7 @@ def contenders_row(
         if least < 0:
             continue
         width = min(BLOCK, row.size - j * BLOCK)
-        philox_block(j * BLOCK, position, completion, keys0, keys1, x0[:width], x1[:width])
+        first_words(j * BLOCK, position, completion, keys, x0[:width])
         if not any_at_least(x0[:width], least):
             continue
         for i in range(width):
@@ -589,23 +632,14 @@ def contenders_bfloat16(
 
 
 @jit
-def rank(
+def all_legal(
     logits: NDArray[np.float32],  # [R, V]
-    x_rows: NDArray[np.int64],  # [M]
-    items: NDArray[np.int64],  # [M]
-    temperature: NDArray[np.float32],  # [B]
-    z: NDArray[np.float32],  # [M], logits of the tokens over the temperature
-    token_ids: NDArray[np.int64],  # [M]
-    ranks: NDArray[np.int64],  # [M], out
+    legal: NDArray[np.bool_],  # [R], out
     first: int,
     end: int,
 ) -> None:
-    """1 + how many ids come before each token by (z / temperature descending, id ascending)."""
+    """Whether a row holds neither NaN nor +inf."""
+    block_max = np.empty((logits.shape[1] + BLOCK - 1) // BLOCK, np.int32)
     for m in range(first, end):
-        row, own, t, token_id = logits[x_rows[m]], z[m], temperature[items[m]], token_ids[m]
-        before = 0
-        for i in range(token_id):
-            before += row[i] / t >= own
-        for i in range(token_id + 1, row.size):
-            before += row[i] / t > own
-        ranks[m] = 1 + before
+        low, high = scan(logits[m].view(np.int32), block_max)
+        legal[m] = low >= MINUS_INFINITY_KEY and high < INFINITY_KEY

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from keepmask.kernels.jit import jit
 
-__all__ = ["gumbel", "gumbels", "philox_block"]
+__all__ = ["first_words", "gumbel", "gumbels", "round_keys"]
 
 ROUNDS = 10
 M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -49,29 +49,29 @@ def gumbels(
 
 
 @jit
-def philox_block(
+def first_words(
     first_id: int,
     position: int,
     completion: int,
-    keys0: NDArray[np.uint64],  # [10], the first key word in each round
-    keys1: NDArray[np.uint64],  # [10], the second
+    keys: NDArray[np.uint32],  # [10, 2], the key words of each round
     x0: NDArray[np.uint32],  # [N], out
-    x1: NDArray[np.uint32],  # [N], out
 ) -> None:
-    """The first two output words for N consecutive ids."""
+    """The output word x0 for N consecutive ids."""
+    # Words in 64 bits whose upper half is visibly zero multiply in one instruction.
+    position_word, completion_word = np.uint64(position) & WORD, np.uint64(completion) & WORD
     for i in range(x0.size):
-        c0, c1, c2, c3 = np.uint64(first_id + i), np.uint64(position), np.uint64(completion), np.uint64(0)
+        c0, c1, c2, c3 = np.uint64(np.uint32(first_id + i)), position_word, completion_word, np.uint64(0)
         for r in range(ROUNDS):
             p0, p1 = c0 * M0, c2 * M1
-            c0, c1, c2, c3 = (p1 >> HALF) ^ c1 ^ keys0[r], p1 & WORD, (p0 >> HALF) ^ c3 ^ keys1[r], p0 & WORD
+            k0, k1 = np.uint64(keys[r, 0]), np.uint64(keys[r, 1])
+            c0, c1, c2, c3 = (p1 >> HALF) ^ c1 ^ k0, p1 & WORD, (p0 >> HALF) ^ c3 ^ k1, p0 & WORD
         x0[i] = np.uint32(c0)
-        x1[i] = np.uint32(c1)
 
 
 @jit
-def round_keys(seed: int, keys0: NDArray[np.uint64], keys1: NDArray[np.uint64]) -> None:
-    """The key words of each round. keys0, keys1: [10], out."""
+def round_keys(seed: int, keys: NDArray[np.uint32]) -> None:
+    """The key words of each round. keys: [10, 2], out."""
     k0, k1 = np.uint64(seed) & WORD, np.uint64(seed) >> HALF
     for r in range(ROUNDS):
-        keys0[r], keys1[r] = k0, k1
+        keys[r, 0], keys[r, 1] = np.uint32(k0), np.uint32(k1)
         k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD

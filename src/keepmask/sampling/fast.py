@@ -195,12 +195,20 @@ class Step:
 
     def process(self, items: list[int], logits: Tensor) -> Group:
         """The rows as `processors.STEPS` change them, without those that fail. logits: [M, V], their own copy."""
-        finite = (logits < torch.inf).all(-1).tolist()
+        finite = self.all_finite(logits)
         errors = process(logits, [self.rows[b] for b in items], self.spec)
         self.drawn.errors |= {items[m]: error for m, error in errors.items()}
         self.drawn.errors |= {b: not_finite_error(self.rows[b]) for b, ok in zip(items, finite, strict=True) if not ok}
         left = np.asarray([m for m, b in enumerate(items) if b not in self.drawn.errors], np.int64)
         return Group.of(np.asarray(items)[left], logits, left)
+
+    def all_finite(self, logits: Tensor) -> list[bool]:
+        """[M], whether a row of logits [M, V] holds neither NaN nor +inf."""
+        if logits.dtype != torch.float32:
+            return (logits < torch.inf).all(-1).tolist()
+        legal = np.empty(len(logits), np.bool_)
+        self.owner.threads.run(candidates.all_legal, legal.size, logits.numel(), logits.numpy(), legal)
+        return legal.tolist()
 
     # ------------------------------------------------------------ rows that filters cut
 
@@ -225,13 +233,27 @@ class Step:
         log_min_p: NDArray[np.float64],
         top_p: NDArray[np.float64],
         weighs: NDArray[np.bool_],
+        tokens: Ints | None = None,
+        token_z: NDArray[np.float32] | None = None,
     ) -> Found:
-        """`candidates_cpu.select` with exact logits. The parameters are [B] arrays."""
-        found = self.found(group.items.size)
+        """`candidates_cpu.select` with exact logits. The parameters are [B] arrays; tokens: [M, 2], token_z: [M]."""
+        M = group.items.size
+        found = self.found(M)
+        if tokens is None or token_z is None:
+            tokens, token_z = np.full((M, 2), -1), np.zeros(M, np.float32)
         kernel = candidates.select if group.x.dtype == np.float32 else candidates.select_bfloat16
         arguments: tuple[Any, ...] = (group.x, group.x_rows, group.items, temperature, top_k, log_min_p, top_p, weighs)
-        arguments += ((group.rho, group.alpha), found.z, found.ids, found.counts, found.sums, found.status)
-        self.owner.threads.run(kernel, group.items.size, group.items.size * self.V, *arguments)
+        arguments += (
+            (group.rho, group.alpha),
+            tokens,
+            token_z,
+            found.z,
+            found.ids,
+            found.counts,
+            found.sums,
+            found.status,
+        )
+        self.owner.threads.run(kernel, M, M * self.V, *arguments)
         self.rescore(group, found)
         return found
 
@@ -442,7 +464,12 @@ class Step:
         B, asked = len(self.rows), self.host.num_logprobs
         least = 1 if group.exact else NUM_RESCORED
         off, on = np.full(B, -np.inf), np.ones(B)
-        found = self.select(group, temperature, np.clip(asked, least, self.V), off, on, np.ones(B, np.bool_))
+        z = token_z / temperature[group.items]
+        tokens = np.stack([token_ids, np.zeros_like(token_ids)], 1)
+        own = z if group.exact else self.rounded(group, token_ids) / temperature[group.items]
+        found = self.select(
+            group, temperature, np.clip(asked, least, self.V), off, on, np.ones(B, np.bool_), tokens, own
+        )
         if (found.status == candidates.TOO_MANY).any():
             found = self.best_by_sorting(group, found, temperature)
         keys = self.sorted_keys(found, group.items, temperature)
@@ -451,13 +478,16 @@ class Step:
         highest = top_z[:, :1].astype(np.float64)
         totals = np.exp(top_z - highest).sum(1) + found.sums[:, 0] * np.exp(found.sums[:, 1] - highest[:, 0])
         log_totals = highest[:, 0] + np.log(totals)
-        z = token_z / temperature[group.items]
         num_top = np.minimum(asked[group.items], found.counts)
         width = max(0, int(num_top.max()))
         top_ids = (keys[:, :width] & 0xFFFFFFFF).astype(np.int32)
         logprobs = (z - log_totals).astype(np.float32)
         top_logprobs = (top_z[:, :width] - log_totals[:, None]).astype(np.float32)
-        ranks = self.ranks(group, temperature, token_ids, z, keys, inside)
+        ranks = tokens[:, 1]
+        if not group.exact:
+            # Among the candidates the exact order is known; other ids are ranked by their rounded logits.
+            here = ((keys & 0xFFFFFFFF) == token_ids[:, None]) & inside
+            ranks = np.where(here.any(1), 1 + here.argmax(1), ranks)
         return Entries(z, logprobs, ranks, top_ids, top_z[:, :width], top_logprobs, num_top), log_totals
 
     def best_by_sorting(self, group: Group, found: Found, temperature: NDArray[np.float32]) -> Found:
@@ -473,30 +503,9 @@ class Step:
             found.status[m] = candidates.OK
         return found
 
-    def ranks(
-        self,
-        group: Group,
-        temperature: NDArray[np.float32],
-        token_ids: Ints,
-        z: NDArray[np.float32],
-        keys: NDArray[np.int64],
-        inside: NDArray[np.bool_],
-    ) -> Ints:
-        """[M] ranks of tokens over the vocabulary. With rounded logits they are exact among the candidates only."""
-        M = group.items.size
-        ranks = np.zeros(M, np.int64)
-        if group.exact:
-            self.owner.threads.run(
-                candidates.rank, M, M * self.V, group.x, group.x_rows, group.items, temperature, z, token_ids, ranks
-            )
-            return ranks
-        here = ((keys & 0xFFFFFFFF) == token_ids[:, None]) & inside
-        ranks[:] = 1 + here.argmax(1)
-        for m in np.flatnonzero(~here.any(1)).tolist():
-            row = group.logits[int(group.x_rows[m])]
-            own = row[int(token_ids[m])]
-            ranks[m] = 1 + int((row > own).sum() + (row[: int(token_ids[m])] == own).sum())
-        return ranks
+    def rounded(self, group: Group, token_ids: Ints) -> NDArray[np.float32]:
+        """[M] logits of tokens as they are stored."""
+        return group.logits[torch.from_numpy(group.x_rows), torch.from_numpy(token_ids)].float().numpy()
 
     def put_entries(self, items: Ints, entries: Entries) -> None:
         """Record the entries of those rows that ask for any, as the mode wants them."""

@@ -1,0 +1,153 @@
+"""Time of one `Sampler.sample` against `torch.topk` alone and against the sort-based path of other engines.
+
+    python bench/sampler.py            a table
+    python bench/sampler.py --json     one JSON row a case
+
+Each case alternates its three implementations in one process and reports quantiles of the wall time. The sort-based
+path is the PyTorch fallback of other engines: sort, softmax, cumulative sum, scatter, exponential noise over all of V,
+log-softmax, then the kept set as a bitmap, copied to the host and unpacked to ids.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import keepmask
+from keepmask.params import SamplingParams
+from keepmask.sampling import DenseHead, Sampler, SamplerSpec
+
+SHAPES = ((64, 49152), (1, 49152), (64, 151936))
+CASES = {
+    "top_k 50 + top_p .95": {"top_k": 50, "top_p": 0.95},
+    "top_p .95": {"top_p": 0.95},
+    "min_p .05": {"min_p": 0.05},
+    "top_k 512 + top_p .97": {"top_k": 512, "top_p": 0.97},
+    "no filter": {},
+    "greedy": {"temperature": 0.0},
+    "top_k 50 + top_p .95 + penalties": {"top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1},
+}
+MIN_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.6, 7, 200
+
+
+def logits_like_a_model(B: int, V: int) -> torch.Tensor:
+    """[B, V] float32: Zipf's law with another exponent a row, so that most supports are small and a few are wide."""
+    rng = np.random.default_rng(0)
+    exponent = rng.gamma(4.0, 0.8, (B, 1)) + 0.9
+    z = 15 - exponent * np.log(np.arange(1, V + 1)) + rng.normal(0, 0.5, (B, V))
+    return torch.tensor(rng.permuted(z, axis=1), dtype=torch.float32)
+
+
+def sort_based(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray]]:
+    """Token ids, their log-probs, and the kept ids of each row."""
+    z = logits.clone()
+    if params.greedy:
+        token_ids = z.argmax(-1)
+        keep = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, token_ids[:, None], True)
+        return token_ids, torch.zeros(len(z)), unpack(keep)
+    z.div_(params.temperature)
+    if params.min_p > 0:
+        probs = z.softmax(-1)
+        z.masked_fill_(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if params.top_k > 0 or params.top_p < 1:
+        values, ids = z.sort(-1)
+        if params.top_k > 0:
+            values.masked_fill_(values < values[:, -params.top_k, None], -torch.inf)
+        if params.top_p < 1:
+            drop = values.softmax(-1).cumsum(-1) <= 1 - params.top_p
+            drop[:, -1] = False
+            values.masked_fill_(drop, -torch.inf)
+        z = values.scatter(-1, ids, values)
+    logprobs = z.log_softmax(-1)
+    token_ids = logprobs.exp().div_(torch.empty_like(z).exponential_()).argmax(-1)
+    return token_ids, logprobs.gather(-1, token_ids[:, None]), unpack(z > -torch.inf)
+
+
+def unpack(keep: torch.Tensor) -> list[np.ndarray]:
+    bitmap = np.packbits(keep.numpy(), axis=-1, bitorder="little")
+    return [np.flatnonzero(np.unpackbits(row, bitorder="little")) for row in bitmap]
+
+
+def quantiles(runs: dict[str, Callable[[], object]]) -> dict[str, np.ndarray]:
+    """p20, p50 and p80 in ms of each, taken in turn."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    start = time.perf_counter()
+    while len(times["topk"]) < MIN_REPEATS or (
+        time.perf_counter() - start < MIN_SECONDS and len(times["topk"]) < MAX_REPEATS
+    ):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: np.quantile(values, [0.2, 0.5, 0.8]) for name, values in times.items()}
+
+
+def measure(B: int, V: int, name: str, options: dict[str, float]) -> list[dict[str, object]]:
+    logits = logits_like_a_model(B, V)
+    head = DenseHead(logits)
+    params = SamplingParams(logprobs=0, max_tokens=None, **options)
+    sampler = Sampler(
+        SamplerSpec(vocab_size=V, logprobs_mode="processed_logprobs", return_sampling_mask=True), impl="fast"
+    )
+    prompt = np.arange(0, 2000, 7).tolist()
+    rows = [sampler.open_row(params, prompt_token_ids=prompt, seed=b, completion_index=0) for b in range(B)]
+
+    def fast() -> None:
+        batch = sampler.sample(head, rows)
+        mask = batch.mask.wait()
+        for b in range(B):
+            mask.row(b)
+            batch.logprobs.row_logprobs(b)
+
+    runs = {"topk": lambda: logits.topk(50), "fast": fast, "sort-based": lambda: sort_based(logits, params)}
+    times = quantiles(runs)
+    mask = sampler.sample(head, rows).mask.wait()
+    sizes = [mask.row(b)[0].size or V for b in range(B)]
+    common = {"op": f"sample {name}", "shape": [B, V], "dtype": "float32", "unit": "ms", "support_mean": np.mean(sizes)}
+    return [
+        common
+        | {"implementation": implementation, "p20": p20, "p50": p50, "p80": p80}
+        | {"over_topk": p50 / times["topk"][1], "sort_based_over": times["sort-based"][1] / p50}
+        for implementation, (p20, p50, p80) in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON row a case")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--shape", help="B,V instead of the usual shapes")
+    args = parser.parse_args()
+    shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else SHAPES
+    machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    versions = {"keepmask": keepmask.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    for B, V in shapes:
+        for name, options in CASES.items():
+            if args.only not in name:
+                continue
+            for row in measure(B, V, name, options):
+                report(row | machine | versions, args.json)
+
+
+def report(row: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        print(json.dumps(rounded), flush=True)
+        return
+    print(
+        "{op:42s} {shape!s:14s} {implementation:10s} p20 {p20:8.3f}  p50 {p50:8.3f}  p80 {p80:8.3f} ms   "
+        "{over_topk:6.2f} x topk   sort-based / this {sort_based_over:7.1f}   mean support {support_mean:.0f}".format(
+            **row
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
