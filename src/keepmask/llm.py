@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
@@ -17,6 +17,14 @@ __all__ = ["LLM", "Prompt"]
 
 Prompt = str | Mapping[str, Any]
 """Text, {"prompt": text}, or {"prompt_token_ids": [...]}."""
+
+
+class _Checked(NamedTuple):
+    """A prompt and its params, which the engine can serve."""
+
+    token_ids: Sequence[int]
+    text: str | None
+    params: SamplingParams
 
 
 class LLM:
@@ -47,8 +55,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool | Callable[[Iterable[Any]], Any] = True,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them; outputs come in the order of the prompts.
 
@@ -56,30 +63,30 @@ class LLM:
         Raises RequestError, before anything runs, when a request cannot be served. A completion that fails while
         running ends with finish_reason "error" and does not disturb the others.
         """
-        requests = self._add(prompts, sampling_params)
-        if use_tqdm:
-            from keepmask.progress import Progress  # rich loads when a bar is shown
-
-            before = self.engine.stats().num_generated_tokens
-            with Progress(len(requests)) as progress:
-                self._run(
-                    requests, lambda done: progress.update(done, self.engine.stats().num_generated_tokens - before)
-                )
-        else:
-            self._run(requests, lambda _done: None)
-        return [self.engine.output(request) for request in requests]
+        checked = self._check(prompts, sampling_params)
+        requests: list[Request] = []
+        try:
+            requests += [self._add(each) for each in checked]
+            if use_tqdm:
+                self._run_with_progress(requests)
+            else:
+                self._run(requests, lambda _done: None)
+            return [self.engine.output(request) for request in requests]
+        finally:
+            self.engine.abort([request.request_id for request in requests])
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Complete one conversation or a list of them, rendered with the model's own chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [self.render_chat(each, add_generation_prompt=add_generation_prompt) for each in conversations]
+        prompts = [
+            self.render_chat(each, add_generation_prompt=add_generation_prompt) for each in _conversations(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> dict[str, Any]:
@@ -91,31 +98,47 @@ class LLM:
             )
         except Exception as error:  # templates raise whatever they like
             raise RequestError(f"messages: the chat template refused them: {error}", param="messages") from error
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 
     def tokenize(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
         """Token ids of a prompt, and its text where there is one. Raises RequestError for anything else."""
         if isinstance(prompt, str):
-            return self.get_tokenizer().encode(prompt), prompt
+            return self._encode(prompt), prompt
         if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
                 "prompt: must be text, {'prompt': text} or {'prompt_token_ids': [...]}, got " + type(prompt).__name__,
                 param="prompt",
             )
         if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise RequestError(f"prompt: unknown key {sorted(unknown)[0]!r}", param="prompt")
+            raise RequestError(
+                f"prompt: unknown key {min(unknown, key=str)!r}; known are 'prompt' and 'prompt_token_ids'",
+                param="prompt",
+            )
         text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt: must be text, got {type(text).__name__}", param="prompt")
         if "prompt_token_ids" in prompt:
             return prompt["prompt_token_ids"], text
-        return self.get_tokenizer().encode(text), text
+        return self._encode(text or ""), text
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The request's output after every step that changed it, each with everything so far."""
-        (request,) = self._add(prompt, sampling_params)
+        """The request's output after every step that changed it, each with everything so far.
+
+        Raises RequestError at once when it cannot be served. Closing the iterator early ends the request.
+        """
+        (checked,) = self._check([prompt], sampling_params)
+        return self._stream(checked)
+
+    def _stream(self, checked: _Checked) -> Iterator[RequestOutput]:
+        request = self._add(checked)
         try:
-            while not request.finished:
-                if request in self.step():
-                    yield self.engine.output(request)
+            while True:
+                # Others may have stepped the engine between two outputs of this one.
+                if request.finished or request in self.step():
+                    output = self.engine.output(request)
+                    yield output
+                    if output.finished:
+                        return
         finally:
             self.engine.abort([request.request_id])
 
@@ -127,43 +150,65 @@ class LLM:
         try:
             return self.engine.step()
         except Exception as error:
-            raise EngineError(f"the engine failed while computing a step: {error}") from error
+            raise EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}") from error
 
-    def _add(
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: character {error.start} is half a surrogate pair, which is no text; send the whole character",
+                param="prompt",
+            ) from error
+        token_ids: list[int] = self.get_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    def _check(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        """Queue all prompts, or none when one of them cannot be served."""
-        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or self.get_default_sampling_params()] * len(items)
-        else:
-            params = list(sampling_params)
+    ) -> list[_Checked]:
+        """All prompts with their params. Raises RequestError when one of them cannot be served."""
+        items = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        for name, value in (("prompts", items), ("sampling_params", given)):
+            if not isinstance(value, SamplingParams | Sequence) or isinstance(value, str):
+                raise RequestError(f"{name}: must be one or a list of them, got {type(value).__name__}", param=name)
+        params = [given] * len(items) if isinstance(given, SamplingParams) else given
         if len(params) != len(items):
             raise RequestError(
                 f"sampling_params: {len(params)} for {len(items)} prompts; give one for all or one for each",
                 param="sampling_params",
             )
-        requests: list[Request] = []
-        try:
-            for item, each in zip(items, params, strict=True):
-                token_ids, text = self.tokenize(item)
-                self._num_requests += 1
-                requests.append(self.engine.add(str(self._num_requests - 1), token_ids, each, prompt=text))
-        except BaseException:
-            self.engine.abort([request.request_id for request in requests])
-            raise
-        return requests
+        checked = []
+        for item, each in zip(items, params, strict=True):
+            token_ids, text = self.tokenize(item)
+            checked.append(_Checked(token_ids, text, self.engine.resolve(token_ids, each)))
+        return checked
+
+    def _add(self, checked: _Checked) -> Request:
+        request = self.engine.add(str(self._num_requests), checked.token_ids, checked.params, prompt=checked.text)
+        self._num_requests += 1
+        return request
 
     def _run(self, requests: list[Request], on_step: Callable[[int], None]) -> None:
-        """Step until these requests are done; on any exception none of them is left in the engine.
-
-        on_step: called after each step with how many are done.
-        """
+        """Step until these requests are done; on_step is told how many are after each step."""
         unfinished = set(requests)
-        try:
-            while unfinished:
-                unfinished.difference_update(request for request in self.step() if request.finished)
-                on_step(len(requests) - len(unfinished))
-        except BaseException:
-            self.engine.abort([request.request_id for request in requests])
-            raise
+        while unfinished:
+            unfinished.difference_update(request for request in self.step() if request.finished)
+            on_step(len(requests) - len(unfinished))
+
+    def _run_with_progress(self, requests: list[Request]) -> None:
+        from keepmask.progress import Progress  # rich loads when a bar is shown
+
+        before = self.engine.stats().num_generated_tokens
+        with Progress(len(requests)) as progress:
+            self._run(requests, lambda done: progress.update(done, self.engine.stats().num_generated_tokens - before))
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """A list of conversations, from one or a list of them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(
+            f"messages: must be a list of {{'role': ..., 'content': ...}}, got {type(messages).__name__}",
+            param="messages",
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
