@@ -138,6 +138,7 @@ def _headline(metrics: Metrics) -> str:
     tiles = []
     if "ratio_replayed_mean" in table:
         tiles.append(_before_after("Importance ratio, mean", table, "ratio_{}_mean", "4"))
+    if "ratio_replayed_outside_0.1" in table:
         tiles.append(_before_after("Ratio outside [0.9, 1.1]", table, "ratio_{}_outside_0.1", "%"))
     if "kept_mass_mean" in table:
         tiles.append(_tile("Probability kept by the supports", number(table["kept_mass_mean"]), "mean over tokens"))

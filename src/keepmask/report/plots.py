@@ -45,7 +45,7 @@ class _Axis(NamedTuple):
         low, high = self.low, self.high
         if self.log:
             low, high, value = np.log(low), np.log(high), np.log(max(value, 1e-300))
-        share = (min(max(value, low), high) - low) / (high - low)
+        share = (min(max(value, low), high) - low) / (high - low) if high > low else 0.0
         return round(float(self.start + share * (self.end - self.start)), 1)
 
 
@@ -101,7 +101,10 @@ def mass_chart(sizes: NDArray[np.int64], kept: Floats) -> str:
         if values:
             tenth, middle, ninetieth = values
             count = f"{int(where.sum()):,} tokens"
-            title = f"support of {label}: median {middle:.3f}, 10 to 90 % {tenth:.3f} to {ninetieth:.3f}, {count}"
+            title = (
+                f"<title>support of {label}: median {middle:.3f}, 10 to 90 % {tenth:.3f} to {ninetieth:.3f}, {count}"
+                "</title>"
+            )
             top, bottom = y.at(ninetieth), y.at(tenth)
             shape = (
                 f'<rect class="range" x="{slot.at(0.32)}" y="{top}" width="{0.36 * slot.width:.1f}" '
@@ -109,7 +112,7 @@ def mass_chart(sizes: NDArray[np.int64], kept: Floats) -> str:
                 f'<line class="middle" x1="{slot.at(0.22)}" x2="{slot.at(0.78)}" y1="{y.at(middle)}" '
                 f'y2="{y.at(middle)}"/>'
             )
-        marks.append(f"<g><title>{title}</title>{slot.backdrop()}{shape}{slot.tick(label)}</g>")
+        marks.append(f"<g>{title}{slot.backdrop()}{shape}{slot.tick(label)}</g>")
     return _chart(
         "Probability kept",
         marks,
