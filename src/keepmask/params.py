@@ -65,7 +65,7 @@ class SamplingParams(BaseModel):
     """End-of-sequence and stop tokens are banned until this many tokens are out."""
     stop: list[str] = Field(default_factory=list, max_length=MAX_STOP)
     """Strings that end the completion; not part of its text unless include_stop_str_in_output."""
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
+    stop_token_ids: list[int] = Field(default_factory=list, fail_fast=True, max_length=MAX_TOKEN_LIST)
     """Token ids that end the completion."""
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text, and the tokens that make it up in the token ids."""
@@ -85,7 +85,7 @@ class SamplingParams(BaseModel):
     """Token id to a value in [-100, 100] added to its logit."""
     bad_words: list[str] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     """Words whose last token is banned wherever the tokens before it match."""
-    allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_TOKEN_LIST)
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=MAX_TOKEN_LIST)
     """Ban every other token id; None bans nothing."""
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_COUNT)
     """Most tokens between the engine's thinking start and end tokens; then the end tokens are forced."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from serving import Serving
 from tiny_model import save_checkpoint
 

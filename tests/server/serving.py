@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,22 +93,126 @@ class Serving:
             response.read()
             return events(response.text)
 
+    @contextlib.contextmanager
+    def slowed(self, step_s: float = 0.02) -> Iterator[None]:
+        """Every step takes this much longer, so that a test can meet requests in the state it needs."""
+        forward = self.engine.runner.forward
+
+        def slow(*args: Any) -> Any:
+            time.sleep(step_s)
+            return forward(*args)
+
+        self.engine.runner.forward = slow  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.engine.runner.forward = forward  # type: ignore[method-assign]
+
+    def in_background(self, function: Callable[[], Any]) -> Background:
+        """Run a request in a thread."""
+        return Background(function)
+
+    def open_stream(
+        self, body: dict[str, Any], *, path: str = "/inference/v1/generate", receive_buffer: int | None = None
+    ) -> RawStream:
+        """Send a streaming request over a socket of its own, which the test reads, or not, and closes as it likes."""
+        return RawStream(self, path, body, receive_buffer)
+
+    def holdings(self) -> tuple[int, int, int]:
+        """Tasks of the event loop, open files of the process, blocks in use."""
+        assert self.loop is not None
+
+        async def tasks() -> int:
+            return len(asyncio.all_tasks())
+
+        stats = self.engine.stats()
+        num_tasks = asyncio.run_coroutine_threadsafe(tasks(), self.loop).result(10)
+        return num_tasks, len(os.listdir("/proc/self/fd")), stats.num_blocks - stats.num_free_blocks
+
     def settle(self, *, timeout_s: float = 20) -> None:
         """Wait until nothing is under way."""
         until(lambda: not self.service.tickets() and not self.engine.num_unfinished, timeout_s=timeout_s)
 
 
+class Background:
+    """A call in a thread, and its result."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._result = function()
+            except BaseException as error:  # raised where the result is asked for
+                self._error = error
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def result(self, timeout_s: float = 60) -> Any:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "no answer in time"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class RawStream:
+    """A streaming request on a socket."""
+
+    def __init__(self, serving: Serving, path: str, body: dict[str, Any], receive_buffer: int | None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(60)
+        self.socket.connect(("127.0.0.1", serving.port))
+        content = json.dumps(body).encode()
+        head = [
+            f"POST {path} HTTP/1.1",
+            "Host: test",
+            "Content-Type: application/json",
+            f"Content-Length: {len(content)}",
+            "",
+            "",
+        ]
+        self.socket.sendall("\r\n".join(head).encode() + content)
+        self.received = b""
+
+    def read_events(self, count: int) -> None:
+        """Read until this many events, or the end, were seen."""
+        while self.received.count(b"data: ") < count:
+            piece = self.socket.recv(2**16)
+            if not piece:
+                return
+            self.received += piece
+
+    def read_all(self) -> str:
+        """Read to the end of the chunked body; returns the body."""
+        while not self.received.endswith(b"0\r\n\r\n"):
+            piece = self.socket.recv(2**20)
+            assert piece, "cut off"
+            self.received += piece
+        body, rest = b"", self.received.partition(b"\r\n\r\n")[2]
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            body += rest[: int(size, 16)]
+            rest = rest[int(size, 16) + 2 :]
+        return body.decode()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
 def events(text: str) -> list[dict[str, Any]]:
     """Server-sent events as objects."""
-    import json
-
     lines = [line for line in text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def until(condition: Any, *, timeout_s: float = 20) -> None:
+def until(condition: Callable[[], object], *, timeout_s: float = 20) -> None:
     """Wait for the condition to hold."""
     end = time.monotonic() + timeout_s
     while not condition():

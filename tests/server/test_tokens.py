@@ -290,7 +290,7 @@ def test_two_requests_may_have_the_same_name(serving: Serving):
         ({"token_ids": [1, -1], "sampling_params": {}}, "token_ids[1]", "greater than or equal to 0"),
         ({"token_ids": [1, 2.5], "sampling_params": {}}, "token_ids[1]", "integer"),
         ({"token_ids": [1, True], "sampling_params": {}}, "token_ids[1]", "integer"),
-        ({"token_ids": "12", "sampling_params": {}}, "token_ids", "array"),
+        ({"token_ids": "12", "sampling_params": {}}, "token_ids", "list"),
         ({"token_ids": PROMPT, "sampling_params": {"logit_bias": {"512": 1.0}}}, "logit_bias", "[0, 512)"),
         ({"token_ids": PROMPT, "sampling_params": {"allowed_token_ids": [512]}}, "allowed_token_ids", "[0, 512)"),
         ({"token_ids": PROMPT, "sampling_params": {"stop_token_ids": [512]}}, "stop_token_ids", "[0, 512)"),

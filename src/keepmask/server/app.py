@@ -16,6 +16,7 @@ from keepmask import __version__
 from keepmask.errors import KeepmaskError
 from keepmask.server import tokens
 from keepmask.server.auth import Auth
+from keepmask.server.body import HeaderLimit
 from keepmask.server.document import answers, describe_api
 from keepmask.server.errors import ApiError, error_response
 from keepmask.server.service import Service
@@ -46,6 +47,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_basics(service))
     app.include_router(tokens.router(service))
     app.add_middleware(Auth, keys=service.config.api_keys)
+    app.add_middleware(HeaderLimit, max_bytes=service.config.max_header_bytes)
     app.add_exception_handler(KeepmaskError, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)

@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, parsed strictly."""
+"""Request headers and bodies: read within limits, parsed strictly."""
 
 from __future__ import annotations
 
@@ -6,19 +6,43 @@ import asyncio
 import reprlib
 from typing import TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepmask.errors import RequestError
-from keepmask.server.errors import ApiError
+from keepmask.params import MAX_LOGIT_BIAS
+from keepmask.server.errors import ApiError, error_response
 
-__all__ = ["parse_json", "read_body", "read_json"]
+__all__ = ["HeaderLimit", "parse_json", "read_body", "read_json"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _READ_TIMEOUT_S = 60.0  # for one piece of a body to arrive
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
+
+
+class HeaderLimit:
+    """ASGI middleware that refuses a request line and headers beyond `max_bytes`.
+
+    The HTTP parser stops at the same size when headers come in pieces, but not when they come in one.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 431."""
+        if scope["type"] == "http":
+            size = len(scope["raw_path"]) + len(scope["query_string"])
+            size += sum(len(name) + len(value) for name, value in scope["headers"])
+            if size > self._max_bytes:
+                refusal = ApiError(431, f"headers: at most {self._max_bytes} bytes are accepted", close=True)
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -60,9 +84,26 @@ async def read_json(request: Request, model: type[Model], max_bytes: int, *, opt
 def parse_json(body: bytes, model: type[Model]) -> Model:
     """The JSON text as `model`; unknown fields are refused at every level. Raises RequestError naming the field."""
     try:
-        return model.model_validate_json(body)
+        value = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"body: not a JSON text: {error}") from None
+    _check_members(value)
+    try:
+        return model.model_validate(value)
     except ValidationError as error:
         raise _request_error(error, model) from None
+
+
+def _check_members(value: object) -> None:
+    """Refuse objects with more members than any field takes: each wrong one would cost an error of its own."""
+    if isinstance(value, dict):
+        if len(value) > MAX_LOGIT_BIAS:
+            raise RequestError(f"body: an object with {len(value)} members; the largest taken have {MAX_LOGIT_BIAS}")
+        for member in value.values():
+            _check_members(member)
+    elif isinstance(value, list) and not {dict, list}.isdisjoint(map(type, value)):
+        for item in value:
+            _check_members(item)
 
 
 def _too_long(max_bytes: int) -> ApiError:
@@ -76,8 +117,6 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
     if isinstance(inner, RequestError):
         return inner
     where = _path(problem["loc"])
-    if problem["type"] == "json_invalid":
-        return RequestError(f"body: not a JSON text: {problem['ctx']['error']}")
     if problem["type"] == "extra_forbidden":
         known = f"; known are {', '.join(sorted(model.model_fields))}" if len(problem["loc"]) == 1 else ""
         return RequestError(f"{where}: unknown field{known}", param=where)

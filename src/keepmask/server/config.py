@@ -40,7 +40,7 @@ class ServerConfig(BaseModel):
     """Most prompts times n times max_tokens in one request."""
     max_answer_bytes: int = Field(4 * 2**30, ge=1)
     """Memory that the answers of all admitted requests may come to take, by estimate; beyond it requests get 429."""
-    max_body_bytes: int = Field(16 * 2**20, ge=1)
+    max_body_bytes: int = Field(8 * 2**20, ge=1)
     """Largest request body, but for weights."""
     max_header_bytes: int = Field(32 * 2**10, ge=1024)
     """Most bytes of a request's line and headers."""

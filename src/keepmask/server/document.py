@@ -53,6 +53,7 @@ def answers(*, stream: bool = False, media_type: str = "application/json") -> di
         413: "The body is too long",
         415: "The body is not declared as JSON",
         429: "Too much at once; try again",
+        431: "The headers are too long",
         500: "The engine failed while answering",
         503: "No requests are taken",
     }

@@ -20,6 +20,7 @@ _TYPES = {
     413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
+    431: "HeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }

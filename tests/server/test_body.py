@@ -1,0 +1,137 @@
+"""Bodies and headers: bounded before they are held, and parsed strictly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Serving
+
+PATH = "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: Path) -> Iterator[Serving]:
+    with Serving(checkpoint, max_body_bytes=10_000, max_header_bytes=4096) as serving:
+        yield serving
+
+
+def raw(serving: Serving, request: bytes) -> bytes:
+    """Send bytes, and read until the server closes."""
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as connection:
+        received = b""
+        with contextlib.suppress(ConnectionError):  # refused before all was sent
+            connection.sendall(request)
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(2**16):
+                received += piece
+        return received
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {PATH} HTTP/1.1", "Host: test", "Content-Type: application/json", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def test_declared_length_over_the_limit_is_refused_before_the_body_is_sent(small: Serving):
+    answer = raw(small, post(b"", "Content-Length: 1000000000000"))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"at most 10000 bytes" in answer
+    assert b"connection: close" in answer.lower()
+
+
+def test_chunked_body_is_refused_once_it_is_over_the_limit(small: Serving):
+    chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+    answer = raw(small, post(chunk * 4, "Transfer-Encoding: chunked"))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_body_at_the_limit_is_read(small: Serving):
+    body = json.dumps({"token_ids": [1], "sampling_params": {"max_tokens": 1}}).encode()
+    answer = small.client.post(PATH, content=body.ljust(10_000), headers={"content-type": "application/json"})
+    assert answer.status_code == 200
+    answer = small.client.post(PATH, content=body.ljust(10_001), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_headers_over_the_limit_are_refused(small: Serving):
+    for headers in (["X-Long: " + "x" * 5_000], ["X-Long: " + "x" * 2**20], [f"X-{n}: y" for n in range(2000)]):
+        assert raw(small, post(b"", *headers))[:13] in (b"HTTP/1.1 431 ", b"HTTP/1.1 400 ", b"")
+    assert raw(small, post(b"", "X-Long: " + "x" * 5_000)).startswith(b"HTTP/1.1 431 ")
+    assert small.client.get("/version", params={"x": "y" * 5_000}).status_code == 431
+    assert small.client.get("/health").status_code == 200
+
+
+def test_client_that_stops_sending_holds_nothing(small: Serving):
+    before = small.holdings()
+    with socket.create_connection(("127.0.0.1", small.port)) as connection:
+        connection.sendall(post(b"{", "Content-Length: 100"))
+        time.sleep(0.05)
+    end = time.monotonic() + 10
+    while small.holdings() != before:
+        assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+def test_other_content_types_are_415(serving: Serving, kind: str):
+    headers = {"content-type": kind} if kind else {}
+    response = serving.client.post(PATH, content=b"{}", headers=headers)
+    assert response.status_code == 415
+    assert response.json()["error"]["type"] == "UnsupportedMediaTypeError"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"1",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"token_ids": [1], "sampling_params": {"temperature": NaN}}',
+        b'{"token_ids": [1], "sampling_params": {"temperature": Infinity}}',
+        b'{"token_ids": [1], "sampling_params": {"temperature": 1e999}}',
+        b'{"token_ids": [' + b"9" * 5000 + b'], "sampling_params": {}}',
+        b'{"token_ids": [1], "sampling_params": {"stop": "\\ud800"}}',
+        b'{"token_ids": [1], "sampling_params": {"stop": "\xed\xa0\x80"}}',
+        b"[" * 5000,
+        b'{"a":' * 1500,
+        b'{"token_ids": [1], "sampling_params": {}, "\\u0000": 1}',
+    ],
+)
+def test_bodies_that_are_no_request_are_400(small: Serving, body: bytes):
+    response = small.client.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"]
+    assert len(response.content) < 2000
+
+
+def test_a_million_wrong_entries_cost_one_error(serving: Serving):
+    wrong = {
+        "token_ids": ["a"] * 10**6,
+        "sampling_params": {"logit_bias": {f"x{number}": "y" for number in range(10**5)}},
+    }
+    started = time.monotonic()
+    response = serving.client.post(PATH, json=wrong)
+    assert response.status_code == 400
+    assert time.monotonic() - started < 5
+    response = serving.client.post(PATH, json={**wrong, "token_ids": [1]})
+    assert response.status_code == 400
+    assert len(response.content) < 2000
+
+
+def test_unknown_paths_and_methods_have_our_shape(serving: Serving):
+    missing = serving.client.get("/v2/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "NotFoundError"
+    wrong = serving.client.get(PATH)
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["code"] == 405
