@@ -466,11 +466,11 @@ def contenders_row(
         return EMPTY, 0, False
     if not math.isfinite(value_of_key(high) / temperature):
         return NOT_FINITE, 0, False
-    keys, x0 = np.empty((10, 2), np.uint32), np.empty(BLOCK, np.uint32)
-    round_keys(seed, keys)
     start = 0
     while block_max[start] != high:
         start += 1
+    keys, x0 = np.empty((10, 2), np.uint32), np.empty(BLOCK, np.uint32)
+    round_keys(seed, keys)
     best, n = -np.inf, 0
     for turn in range(block_max.size):
         # The block of the highest logit first: the better the best score so far, the fewer ids are looked at.
@@ -478,29 +478,60 @@ def contenders_row(
         least = beating(best, value_of_key(block_max[j]), temperature, rho, alpha)
         if least < 0:
             continue
-        width = min(BLOCK, row.size - j * BLOCK)
-        first_words(j * BLOCK, position, completion, keys, x0[:width])
-        if not any_at_least(x0[:width], least):
-            continue
-        for i in range(width):
-            r = np.float64(row[j * BLOCK + i])
-            if (x0[i] >> np.uint32(6)) < least or r == -np.inf:
-                continue
-            noise = gumbel(j * BLOCK + i, position, completion, seed)
-            spread = rho * abs(r) + alpha
-            rounding = abs(r / temperature) * SLACK if rho > 0 else 0.0
-            centre = np.float64(np.float32(r) / temperature) if rho == 0 else r / temperature
-            high_score = centre + spread / temperature + rounding + noise
-            best = max(best, centre - spread / temperature - rounding + noise)
-            if high_score < best - near(best):
-                continue
-            if n == ids.size:
-                n = still_contending(z, ids, upper, n, best - near(best))
-                if n == ids.size:
-                    return TOO_MANY, 0, bool(low > MINUS_INFINITY_KEY)
-            z[n], ids[n], upper[n] = row[j * BLOCK + i], j * BLOCK + i, high_score
-            n += 1
+        block = row[j * BLOCK : (j + 1) * BLOCK]
+        first_words(j * BLOCK, position, completion, keys, x0[: block.size])
+        if any_at_least(x0[: block.size], least):
+            best, n = contend(
+                block, j * BLOCK, x0, least, best, n, temperature, position, completion, seed, rho, alpha, z, ids, upper
+            )
+            if n > ids.size:
+                return TOO_MANY, 0, bool(low > MINUS_INFINITY_KEY)
     return OK, still_contending(z, ids, upper, n, best - near(best)), bool(low > MINUS_INFINITY_KEY)
+
+
+@jit
+def contend(
+    block: NDArray[np.float32],
+    first_id: int,
+    x0: NDArray[np.uint32],
+    least: int,
+    best: float,
+    n: int,
+    temperature: np.float32,
+    position: int,
+    completion: int,
+    seed: int,
+    rho: float,
+    alpha: float,
+    z: NDArray[np.float32],
+    ids: NDArray[np.int32],
+    upper: NDArray[np.float64],
+) -> tuple[float, int]:
+    """Add the ids of a block that may beat `best` to the n contenders: the new best and n, C + 1 if there is no room.
+
+    best: the highest score that some contender is sure of. least: the lowest x0 >> 6 that may beat it.
+    """
+    for i in range(block.size):
+        r = np.float64(block[i])
+        if (x0[i] >> np.uint32(6)) < least or r == -np.inf:
+            continue
+        noise = gumbel(first_id + i, position, completion, seed)
+        if rho > 0:
+            spread = (rho * abs(r) + alpha) / temperature + abs(r / temperature) * SLACK
+            lowest, highest = r / temperature - spread + noise, r / temperature + spread + noise
+        else:
+            lowest = np.float64(block[i] / temperature) + noise
+            highest = lowest
+        best = max(best, lowest)
+        if highest < best - near(best):
+            continue
+        if n == ids.size:
+            n = still_contending(z, ids, upper, n, best - near(best))
+            if n == ids.size:
+                return best, n + 1
+        z[n], ids[n], upper[n] = block[i], first_id + i, highest
+        n += 1
+    return best, n
 
 
 @jit

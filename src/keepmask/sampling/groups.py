@@ -1,0 +1,70 @@
+"""`Group`: rows of a batch whose logits lie in one tensor."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Group", "Ints"]
+
+Ints = NDArray[np.int64]
+
+SECOND_ORDER = 1.03
+MARGINS = {
+    torch.float32: (0.0, 0.0),
+    torch.bfloat16: (2 * 2.0**-8 * SECOND_ORDER, 2.0**-12),
+    torch.float16: (2 * 2.0**-11 * SECOND_ORDER, 2.0**-12),
+}
+"""(rho, alpha): a stored logit r lies within rho * abs(r) + alpha of the exact one. Rounding to nearest errs by 2**-8
+(bfloat16) or 2**-11 (float16) of the value. rho allows two roundings, of the product and of what follows it, such as a
+softcap; alpha, the order of a float32 accumulation and the subnormal numbers of float16."""
+
+
+class Group(NamedTuple):
+    """M rows of a batch that are read from one tensor of R >= M rows."""
+
+    items: Ints
+    """[M], their rows in the batch."""
+    logits: Tensor
+    """[R, V], before temperature: float32, or rounded to bfloat16 or float16."""
+    x: NDArray[Any]
+    """[R, V], `logits` as the kernels read them: float32, or the bits of bfloat16."""
+    x_rows: Ints
+    """[M], their rows in `logits`."""
+    rho: float
+    alpha: float
+
+    @classmethod
+    def of(cls, items: Ints, logits: Tensor, x_rows: Ints) -> Group:
+        """The rows x_rows of logits, which are rows `items` of the batch."""
+        rho, alpha = MARGINS[logits.dtype]
+        if logits.dtype == torch.bfloat16:
+            x = logits.contiguous().view(torch.int16).numpy().view(np.uint16)
+        else:
+            x = logits.float().contiguous().numpy()
+        return cls(items, logits, x, x_rows, rho, alpha)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the logits are the exact ones."""
+        return self.rho == 0
+
+    def take(self, which: NDArray[np.bool_]) -> Group:
+        """Some of the rows. which: [M]."""
+        return self if which.all() else self._replace(items=self.items[which], x_rows=self.x_rows[which])
+
+    def one(self, m: int) -> Group:
+        """One of the rows."""
+        return self._replace(items=self.items[m : m + 1], x_rows=self.x_rows[m : m + 1])
+
+    def rows(self) -> Tensor:
+        """[M, V], a copy of the rows as they are."""
+        return self.logits[torch.from_numpy(self.x_rows)]
+
+    def stored(self, token_ids: Ints) -> NDArray[np.float32]:
+        """[M], the logit of one id in each row, as it is."""
+        return self.logits[torch.from_numpy(self.x_rows), torch.from_numpy(token_ids)].float().numpy()
