@@ -30,21 +30,15 @@ class Admission:
     def __init__(self, config: ServerConfig, engine: EngineConfig) -> None:
         self._config = config
         self._engine = engine
+        self._places = engine.max_num_seqs + config.max_waiting
         self.num_completions = 0
         self.num_bytes = 0
 
     def check(self, orders: Sequence[Order]) -> None:
         """Raise RequestError when one request asks for more than any may, ApiError 429 when the house is full."""
         config = self._config
+        self.check_count(len(orders), orders[0].params.n)
         completions = sum(order.params.n for order in orders)
-        places = self._engine.max_num_seqs + config.max_waiting
-        most = min(config.max_completions_per_request, places)
-        if completions > most:
-            raise RequestError(
-                f"n={orders[0].params.n} for {len(orders)} prompt(s): at most {most} completions are made for one "
-                "request; split it",
-                param="n",
-            )
         tokens = sum(order.params.n * (order.params.max_tokens or 0) for order in orders)
         if tokens > config.max_tokens_per_request:
             raise RequestError(
@@ -59,7 +53,7 @@ class Admission:
                 f"{config.max_answer_bytes} are held; lower max_tokens, n or top_k",
                 param="max_tokens",
             )
-        if self.num_completions + completions > places:
+        if self.num_completions + completions > self._places:
             raise ApiError(
                 429,
                 f"{self.num_completions} completions are under way or waiting; try again",
@@ -70,6 +64,15 @@ class Admission:
                 429,
                 "the answers under way may already fill the memory set aside for them; try again",
                 retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def check_count(self, num_prompts: int, n: int) -> None:
+        """Raise RequestError for more completions than are made for one request."""
+        most = min(self._config.max_completions_per_request, self._places)
+        if num_prompts * n > most:
+            raise RequestError(
+                f"n={n} for {num_prompts} prompt(s): at most {most} completions are made for one request; split it",
+                param="n",
             )
 
     def enter(self, ticket: Ticket) -> None:

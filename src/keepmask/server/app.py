@@ -14,11 +14,12 @@ from starlette.responses import Response
 
 from keepmask import __version__
 from keepmask.errors import KeepmaskError
-from keepmask.server import tokens
+from keepmask.server import models, openai, tokens
 from keepmask.server.auth import Auth
 from keepmask.server.body import HeaderLimit
 from keepmask.server.document import answers, describe_api
 from keepmask.server.errors import ApiError, error_response
+from keepmask.server.metrics import MEDIA_TYPE as METRICS_TYPE
 from keepmask.server.service import Service
 from keepmask.server.stream import json_response
 
@@ -35,6 +36,7 @@ def create_app(service: Service) -> FastAPI:
         service.engine.start()
         yield
         await service.engine.stop()
+        service.texts.close()
 
     app = FastAPI(
         title="keepmask",
@@ -45,7 +47,8 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     app.include_router(_basics(service))
-    app.include_router(tokens.router(service))
+    for routes in (tokens, openai, models):
+        app.include_router(routes.router(service))
     app.add_middleware(Auth, keys=service.config.api_keys)
     app.add_middleware(HeaderLimit, max_bytes=service.config.max_header_bytes)
     app.add_exception_handler(KeepmaskError, _on_refusal)
@@ -75,6 +78,11 @@ def _basics(service: Service) -> APIRouter:
     async def version() -> Response:
         """The server's version."""
         return json_response({"version": __version__})
+
+    @routes.get("/metrics", responses=answers(media_type="text/plain"))
+    async def metrics() -> Response:
+        """Prometheus metrics, with vLLM's names where vLLM has them."""
+        return Response(service.metrics.exposition(), media_type=METRICS_TYPE)
 
     return routes
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import reprlib
-from typing import TypeVar
+from collections.abc import Container
+from typing import Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
@@ -12,14 +14,16 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepmask.errors import RequestError
-from keepmask.params import MAX_LOGIT_BIAS
+from keepmask.params import MAX_LOGIT_BIAS, SamplingParams
 from keepmask.server.errors import ApiError, error_response
 
-__all__ = ["HeaderLimit", "parse_json", "read_body", "read_json"]
+__all__ = ["HeaderLimit", "parse_json", "read_body", "read_json", "read_sampling"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _READ_TIMEOUT_S = 60.0  # for one piece of a body to arrive
+_UNION_MEMBER = re.compile(r"(str|int|bool|float|none|constrained-\w+|list\[.*\]|literal\[.*\]|[A-Z]\w+)")
+"""How pydantic names the alternative of a union in the place of an error."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -72,22 +76,55 @@ async def read_json(request: Request, model: type[Model], max_bytes: int, *, opt
 
     Raises ApiError 415 for another content type, and whatever `read_body` and `parse_json` raise.
     """
-    body = await read_body(request, max_bytes)
-    if optional and not body:
+    if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return parse_json(b"{}", model)
-    # A browser sends any other type to any server without asking first.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "content-type: must be application/json")
-    return parse_json(body, model)
+    return parse_json(await _json_body(request, max_bytes), model)
+
+
+async def read_sampling(
+    request: Request, model: type[Model], max_bytes: int, *, without: Container[str] = ()
+) -> tuple[Model, dict[str, Any]]:
+    """The body as `model`, and the fields of SamplingParams that stand beside those of the model.
+
+    without: sampling fields that the route does not take. A sampling field that is null counts as left out. Raises as
+    `read_json` does; unknown fields are refused.
+    """
+    value = _parse(await _json_body(request, max_bytes))
+    if not isinstance(value, dict):
+        raise RequestError(f"body: must be an object, got {_SHORT.repr(value)}")
+    own = {name: member for name, member in value.items() if name in model.model_fields}
+    params = {name: member for name, member in value.items() if name not in own}
+    known = [name for name in SamplingParams.model_fields if name not in without]
+    for name in params:
+        if name not in known:
+            legal = ", ".join(sorted({*known, *model.model_fields}))
+            raise RequestError(f"{_SHORT.repr(name)[1:-1]}: unknown field; known are {legal}", param=name[:80])
+    return _validate(own, model), {name: member for name, member in params.items() if member is not None}
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:
     """The JSON text as `model`; unknown fields are refused at every level. Raises RequestError naming the field."""
+    return _validate(_parse(body), model)
+
+
+async def _json_body(request: Request, max_bytes: int) -> bytes:
+    body = await read_body(request, max_bytes)
+    # A browser sends any other type to any server without asking first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "content-type: must be application/json")
+    return body
+
+
+def _parse(body: bytes) -> Any:
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(f"body: not a JSON text: {error}") from None
     _check_members(value)
+    return value
+
+
+def _validate(value: Any, model: type[Model]) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -132,5 +169,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content` for ("messages", 0, "content")."""
     path = ""
     for part in location:
+        if path and isinstance(part, str) and _UNION_MEMBER.fullmatch(part):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     return path

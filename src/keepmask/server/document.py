@@ -9,11 +9,28 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from keepmask.server.schema import AbortRequest, GenerateRequest
+from keepmask.params import SamplingParams
+from keepmask.server.schema import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 
 __all__ = ["answers", "describe_api", "takes"]
 
-_BODIES: tuple[type[BaseModel], ...] = (GenerateRequest, AbortRequest)
+_BODIES: tuple[type[BaseModel], ...] = (
+    GenerateRequest,
+    AbortRequest,
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_WITH_SAMPLING = (CompletionRequest, ChatRequest)
+"""Bodies that hold sampling parameters side by side with their own fields."""
 _REFERENCE = "#/components/schemas/{model}"
 
 
@@ -65,5 +82,11 @@ def describe_api(app: FastAPI) -> dict[str, Any]:
     """The document, with the schemas of all bodies."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFERENCE)
+    sampling = definitions["$defs"][SamplingParams.__name__]["properties"]
+    for body in _WITH_SAMPLING:
+        schema = definitions["$defs"][body.__name__]
+        schema["properties"] = {name: field for name, field in sampling.items() if name != "detokenize"} | schema[
+            "properties"
+        ]
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     return document

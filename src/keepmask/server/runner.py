@@ -85,9 +85,9 @@ class EngineThread:
         self._wake.set()
         await self._loop.run_in_executor(None, self._thread.join, _JOIN_S)
 
-    def submit(self, order: Order) -> Ticket:
-        """Queue a request. Raises EngineError when the engine has stopped."""
-        ticket = Ticket(f"r{next(self._keys)}", order)
+    def submit(self, order: Order, news: asyncio.Event | None = None) -> Ticket:
+        """Queue a request. news: the event its ticket shares with others. Raises EngineError once it has stopped."""
+        ticket = Ticket(f"r{next(self._keys)}", order, news)
         self._ask(lambda: self._add(ticket))
         return ticket
 

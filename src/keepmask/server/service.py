@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from keepmask.engine.core import Engine
 from keepmask.errors import RequestError
@@ -12,7 +14,9 @@ from keepmask.params import SamplingParams
 from keepmask.server.admission import Admission
 from keepmask.server.config import ServerConfig
 from keepmask.server.errors import ApiError
+from keepmask.server.metrics import Metrics
 from keepmask.server.runner import EngineThread
+from keepmask.server.text import Texts
 from keepmask.server.ticket import Order, Ticket
 
 __all__ = ["Service"]
@@ -35,6 +39,8 @@ class Service:
         self.vocab_size = engine.runner.vocab_size
         self.started_s = int(time.time())
         self.admission = Admission(config, engine.config)
+        self.metrics = Metrics(engine.stats, model_name=self.model_name, vocab_size=self.vocab_size)
+        self.texts = Texts(engine.tokenizer, max_model_len=engine.max_model_len)
         self.draining = False
         """No new request is taken: the server is about to stop."""
         self._names: dict[str, list[Ticket]] = {}
@@ -56,6 +62,14 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is stopping", retry_after_s=_DRAIN_RETRY_S)
 
+    def check_token_ids(self, token_ids: Sequence[int], *, param: str) -> None:
+        """Raise RequestError for an id outside the vocabulary."""
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise RequestError(
+                f"{param}: token id {max(token_ids)} must be in [0, {self.vocab_size}), the model's vocabulary",
+                param=param,
+            )
+
     def order(
         self,
         prompt_token_ids: Sequence[int],
@@ -70,6 +84,11 @@ class Service:
 
         param: the field that brought the prompt. Raises RequestError for what this engine cannot do.
         """
+        if stream_interval is not None and params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs: are not part of a stream; send the request with stream=false",
+                param="prompt_logprobs",
+            )
         try:
             resolved = self.engine.engine.resolve(prompt_token_ids, params)
         except RequestError as error:
@@ -88,11 +107,13 @@ class Service:
         """Queue the orders of one request. Raises ApiError or RequestError, and queues none, when there is no room."""
         self.check_ready()
         self.admission.check(orders)
-        tickets = [self.engine.submit(order) for order in orders]
+        news = asyncio.Event()
+        tickets = [self.engine.submit(order, news) for order in orders]
         self._names.setdefault(name, []).extend(tickets)
         for ticket in tickets:
             self.admission.enter(ticket)
-            ticket.on_end(lambda ticket=ticket: self._forget(name, ticket))  # type: ignore[misc]
+            self.metrics.watch(ticket)
+            ticket.on_end(partial(self._forget, name, ticket))
         return tickets
 
     def tickets(self, names: Sequence[str] | None = None) -> list[Ticket]:

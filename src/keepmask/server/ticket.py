@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -14,7 +14,7 @@ from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 
-__all__ = ["Order", "Ticket", "TicketTimes"]
+__all__ = ["Order", "Ticket", "TicketTimes", "follow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,11 @@ class Ticket:
 
     The engine thread calls `collect`; the event loop calls everything else. Chunks that are not taken in time are
     joined, so a slow reader costs no more memory than its own answer and holds nobody up.
+
+    news: set whenever there is something to take; the tickets of one answer share it.
     """
 
-    def __init__(self, key: str, order: Order) -> None:
+    def __init__(self, key: str, order: Order, news: asyncio.Event | None = None) -> None:
         self.key = key
         """The engine's name for the request: never one that a client chose."""
         self.order = order
@@ -64,12 +66,14 @@ class Ticket:
         """No more will come."""
         self.seed: int | None = None
         self.num_cached_tokens = 0
+        self.on_delivery: Callable[[Sequence[CompletionOutput]], None] | None = None
+        """Told what was delivered, chunk by chunk or all at the end."""
+        self.news = asyncio.Event() if news is None else news
         self._on_end: list[Callable[[], None]] = []
         self._sent: dict[int, _Sent] = {}
         self._chunks: dict[int, list[CompletionOutput]] = {}
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._news = asyncio.Event()
 
     # On the engine thread
 
@@ -112,7 +116,9 @@ class Ticket:
         else:
             for chunk in news:
                 self._chunks.setdefault(chunk.index, []).append(chunk)
-        self._news.set()
+        if self.on_delivery is not None:
+            self.on_delivery(news.outputs if isinstance(news, RequestOutput) else news)
+        self.news.set()
         if finished:
             self._end()
 
@@ -120,7 +126,7 @@ class Ticket:
         """No answer will come, because of `error`."""
         if not self.finished:
             self._error = error
-            self._news.set()
+            self.news.set()
             self._end()
 
     def on_end(self, call: Callable[[], None]) -> None:
@@ -133,31 +139,48 @@ class Ticket:
     async def output(self) -> RequestOutput:
         """The whole answer. Raises what `fail` was given."""
         while self._output is None and self._error is None:
-            await self._news.wait()
-            self._news.clear()
-        if self._error is not None:
-            raise self._error
+            await self.news.wait()
+            self.news.clear()
+        self.check()
         assert self._output is not None
         return self._output
 
-    async def chunks(self) -> AsyncIterator[list[CompletionOutput]]:
-        """New chunks, at most one a completion at a time, until every completion is finished."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            taken, self._chunks = self._chunks, {}
-            if taken:
-                yield [_joined(parts) for parts in taken.values()]
-            if self._error is not None:
-                raise self._error
-            if self.finished and not self._chunks:
-                return
+    def take(self) -> list[CompletionOutput]:
+        """The chunks that came since the last call, those of one completion as one."""
+        taken, self._chunks = self._chunks, {}
+        return [_joined(parts) for parts in taken.values()]
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise what `fail` was given, if it was."""
+        if self._error is not None:
+            raise self._error
 
     def _end(self) -> None:
         self.finished = True
         for call in self._on_end:
             call()
         self._on_end = []
+
+
+async def follow(tickets: Sequence[Ticket]) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
+    """What comes of the tickets of one answer, as (number of the ticket, chunk), until all have finished.
+
+    Raises what the first of them failed with.
+    """
+    while True:
+        await tickets[0].news.wait()
+        tickets[0].news.clear()
+        if taken := [(number, chunk) for number, ticket in enumerate(tickets) for chunk in ticket.take()]:
+            yield taken
+        for ticket in tickets:
+            ticket.check()
+        if all(ticket.finished for ticket in tickets) and not tickets[0].news.is_set():
+            return
 
 
 def _joined(parts: list[CompletionOutput]) -> CompletionOutput:

@@ -21,7 +21,7 @@ from keepmask.server.logprobs import by_id, by_text, prompt_entries
 from keepmask.server.schema import AbortRequest, GenerateRequest
 from keepmask.server.service import Service
 from keepmask.server.stream import Attended, EventStream, event, json_response
-from keepmask.server.ticket import Ticket
+from keepmask.server.ticket import Ticket, follow
 from keepmask.wire.fields import JsonForm
 
 __all__ = ["router"]
@@ -116,8 +116,8 @@ class _Shape:
         first = {"model": self._model, "created": int(time.time())}
         if self._body.return_token_ids:
             first["prompt_token_ids"] = ticket.order.prompt_token_ids
-        async for chunks in ticket.chunks():
-            for chunk in chunks:
+        async for chunks in follow([ticket]):
+            for _, chunk in chunks:
                 usage.add(len(chunk.token_ids))
                 data = {**head, "choices": [self._choice(chunk)]}
                 if first:
