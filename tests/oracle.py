@@ -292,6 +292,7 @@ class Step:
         return np.flatnonzero(self.logits > -np.inf)
 
 
+@np.errstate(over="ignore")
 def step(
     logits: Row,
     params: Any,
@@ -311,11 +312,10 @@ def step(
     """From the raw logits of one position to its support, its probabilities and the drawn id.
 
     logits: [V]. prompt, output: the token ids before this position. Raises ValueError for NaN or +inf among the logits,
-    and where nothing is left to draw.
+    raw or processed, and where nothing is left to draw.
     """
     raw = np.asarray(logits, np.float32)
-    if np.isnan(raw).any() or np.isposinf(raw).any():
-        raise ValueError("NaN or +inf among the logits")
+    _refuse_nan_and_infinity(raw)
 
     z = allowed(raw, params.allowed_token_ids)
     z = min_tokens(z, params.min_tokens, output, {*eos_token_ids, *params.stop_token_ids})
@@ -332,12 +332,21 @@ def step(
         z = only(z, forced)
     if not (z > -np.inf).any():
         raise ValueError("every id is banned")
+    _refuse_nan_and_infinity(z)
     if params.temperature < GREEDY_TEMPERATURE:
         return _drawn(only(z, int(z.argmax())), raw, (seed, completion_index, len(output)), math.inf)
 
     z = temperature(z, params.temperature)
+    _refuse_nan_and_infinity(z)
+    if not (z > -np.inf).any():
+        raise ValueError("every id underflows")
     cut = FILTERS[params.sampling_semantics or semantics](z.astype(np.float64), params)
     return _drawn(np.where(cut.keep, z, -np.inf), raw, (seed, completion_index, len(output)), cut.margin)
+
+
+def _refuse_nan_and_infinity(z: Row) -> None:
+    if np.isnan(z).any() or np.isposinf(z).any():
+        raise ValueError("NaN or +inf among the logits")
 
 
 def _drawn(z: Row, raw: Row, key: tuple[int, int, int], margin: float) -> Step:

@@ -120,7 +120,8 @@ def assert_row(batch, i, world, request):
     else:
         np.testing.assert_array_equal(ids, step.support)
         assert logprobs.dtype == np.float32
-        np.testing.assert_allclose(logprobs, step.logprobs, rtol=RELATIVE, atol=ABSOLUTE)
+        lowest = float(np.finfo(np.float32).min)
+        np.testing.assert_allclose(logprobs, step.logprobs.clip(lowest), rtol=RELATIVE, atol=ABSOLUTE)
     assert batch.token_ids[i] == step.token_id
     expected = step.logprobs[np.searchsorted(step.ids, step.token_id)]
     np.testing.assert_allclose(drawn.values[0], expected, rtol=RELATIVE, atol=ABSOLUTE)
@@ -184,8 +185,29 @@ def _peaked(V):
     )
 
 
+EXTREME = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 1e30, -1e30, 1.0, -np.inf]
+
+
+def wide_logits(V):
+    """[V] float32 of the same kinds, from a seed: for rows too wide to list."""
+    kinds = {
+        "normal": lambda rng: rng.normal(0, rng.choice([0.1, 1.0, 3.0, 10.0]), V),
+        "peaked": lambda rng: rng.normal(0, 1, V) + 20.0 * (rng.random(V) < 3 / V),
+        "tied": lambda rng: np.round(rng.normal(0, 2, V)),
+        "few levels": lambda rng: rng.choice([0.0, -0.0, 1.0], V),
+        "near-tied": lambda rng: 3.25 + np.spacing(np.float32(3.25)) * rng.integers(-3, 4, V),
+        "flat": lambda rng: np.full(V, rng.normal()),
+        "banned": lambda rng: np.where(rng.random(V) < 0.7, -np.inf, rng.normal(0, 2, V)),
+        "extreme": lambda rng: rng.choice(EXTREME, V),
+        "descending": lambda rng: -np.arange(V) * rng.choice([1e-3, 0.1, 2.0]),
+    }
+    return st.tuples(st.sampled_from(list(kinds)), st.integers(0, 2**32)).map(
+        lambda drawn: kinds[drawn[0]](np.random.default_rng(drawn[1])).astype(np.float32)
+    )
+
+
 def logits(V):
-    """[V] float32: spread, listed, peaked, tied, near-tied and flat rows, some with -inf."""
+    """[V] float32: spread, listed, peaked, tied, near-tied, flat and extreme rows, some with -inf."""
     row = st.one_of(
         _normal(V),
         st.lists(st.floats(-60, 60, width=32), min_size=V, max_size=V),
@@ -194,7 +216,8 @@ def logits(V):
         _levels(V, 0.0, 0.5, 2.0, -3.0, -200.0),
         _near_tied(V),
         st.floats(-5, 5).map(lambda value: np.full(V, value)),
-        _levels(V, 1.0, 0.0, -np.inf),
+        _levels(V, 1.0, 0.0, -0.0, -np.inf),
+        _levels(V, *EXTREME),
     )
     return row.map(lambda values: np.asarray(values, np.float32))
 
@@ -208,7 +231,7 @@ def filters(V):
         "temperature": st.one_of(
             st.sampled_from([1.0, 0.5, 1.7, 0.0, 9e-6, 1e-5, 1e-4, 100.0]), st.floats(0.05, 5), st.just(0.7)
         ),
-        "top_k": st.one_of(st.integers(-1, V + 1), st.just(2**31 - 1)),
+        "top_k": st.one_of(st.integers(-1, V + 1), st.integers(1, 8), st.just(2**31 - 1)),
         "top_p": st.one_of(
             st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1 - 2**-53, 1e-12]), st.floats(0.001, 0.9999)
         ),
@@ -236,10 +259,10 @@ def params(V):
     return fields.map(lambda given: SamplingParams(logprobs=3, return_sampling_mask_logprobs=True, **given))
 
 
-def requests(V):
+def requests(V, rows=logits):
     return st.builds(
         Request,
-        logits=logits(V),
+        logits=rows(V),
         params=params(V),
         prompt=ids(V),
         output=ids(V),

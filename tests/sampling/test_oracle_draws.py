@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_cases import IMPLS, Request, World, assert_batch, assert_row, batches, close_call, requests, sampled, truth
+from oracle_cases import (
+    IMPLS,
+    Request,
+    World,
+    assert_batch,
+    assert_row,
+    batches,
+    close_call,
+    requests,
+    sampled,
+    truth,
+    wide_logits,
+)
 
 from keepmask.params import SamplingParams
 from keepmask.sampling import Sampler
@@ -15,6 +27,15 @@ from keepmask.sampling import Sampler
 def test_rows_of_a_mixed_batch_are_the_oracles(impl, case):
     world, batch = case
     assert_batch(world, batch, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(st.data(), st.sampled_from([63, 64, 65, 500, 1111, 4096, 6000]))
+def test_rows_wider_than_a_block_of_any_kernel_are_the_oracles(impl, data, V):
+    batch = data.draw(st.lists(requests(V, wide_logits), min_size=1, max_size=4))
+    for request in batch:
+        request.params = request.params.replace(thinking_token_budget=None)
+    assert_batch(World(V), batch, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
