@@ -332,7 +332,9 @@ def select_row(
         weight = weight_sum(z[: min(n, ids.size)], temperature, shift) if weighs else 0.0
     if n > ids.size:
         return TOO_MANY, 0, 0.0, shift, 0.0
-    outside = max(total - weight, 0.0) if bound > -np.inf else 0.0
+    outside = total - weight if bound > -np.inf else 0.0
+    if outside < 1e-13 * total:  # nothing but the rounding of the two sums
+        outside = 0.0
     above = np.float32(np.float64(bound) + rho * abs(np.float64(bound)) + alpha)
     floor = -np.inf if closed else np.float64(np.nextafter(above, np.float32(np.inf)) / temperature)
     return OK, n, outside, shift, floor

@@ -2,65 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_COMPACT_IDS", "PendingMask", "pack_ids", "unpack_ids"]
+__all__ = ["MAX_COMPACT_IDS", "Event", "HostRows", "PendingMask", "pack_ids", "unpack_ids"]
 
 MAX_COMPACT_IDS = 2048
 """Rows wider than this are held as V bits instead of as ids."""
 
 
-class PendingMask:
-    """Supports of the rows of a batch that return them.
+class Event(Protocol):
+    """What says that a copy is complete, such as `torch.cuda.Event`."""
 
-    Rows of at most `MAX_COMPACT_IDS` ids are compact: [R, K] ids, ascending, and [R] counts. Wider rows are held as
-    V bits each and expanded when read. A count of 0 marks the whole vocabulary.
+    def synchronize(self) -> None:
+        """Return once it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Supports of R rows of a batch, in host memory. Rows of more than `MAX_COMPACT_IDS` ids are in `wide`."""
+
+    rows: Sequence[int]
+    """[R], their rows in the batch."""
+    ids: NDArray[np.int32]
+    """[R, K], ascending; the first counts[r] count."""
+    counts: NDArray[np.int64]
+    """[R] ids in the support; 0 marks the whole vocabulary."""
+    logprobs: NDArray[np.float32]
+    """[R, K], of `ids`."""
+    with_logprobs: Sequence[bool]
+    """[R], whether the row was asked for with log-probabilities."""
+    vocab_size: int
+    wide: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
+    """By row of the batch, `pack_ids` of the support."""
+    wide_logprobs: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    """By row of the batch, of the ids in ascending order."""
+
+    def copied(self) -> HostRows:
+        """The same rows in memory of their own."""
+        return HostRows(
+            self.rows,
+            self.ids.copy(),
+            self.counts.copy(),
+            self.logprobs.copy(),
+            self.with_logprobs,
+            self.vocab_size,
+            {b: bits.copy() for b, bits in self.wide.items()},
+            {b: logprobs.copy() for b, logprobs in self.wide_logprobs.items()},
+        )
+
+
+class PendingMask:
+    """Supports of the rows of a batch that return them; `row` reads them once `wait` has returned.
+
+    rows: where the host copy is, or will be. ready: says when the copy is complete; None where it is already.
+    release: called once the rows were copied out of `rows`, so that its memory, and the device memory it was copied
+    from, may be used again; None where `rows` is theirs to keep.
     """
 
-    __slots__ = ("_counts", "_ids", "_logprobs", "_slots", "_vocab_size", "_wide", "_wide_logprobs")
+    __slots__ = ("_ready", "_release", "_rows", "_slots")
 
     def __init__(
-        self,
-        rows: Sequence[int],
-        ids: NDArray[np.int32],
-        counts: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-        wide: dict[int, NDArray[np.uint8]],
-        wide_logprobs: dict[int, NDArray[np.float32]],
-        *,
-        has_logprobs: Sequence[bool],
-        vocab_size: int,
+        self, rows: HostRows, *, ready: Event | None = None, release: Callable[[], None] | None = None
     ) -> None:
-        self._slots = {
-            row: (slot, with_logprobs) for slot, (row, with_logprobs) in enumerate(zip(rows, has_logprobs, strict=True))
-        }
-        self._ids = ids
-        self._counts = counts
-        self._logprobs = logprobs
-        self._wide = wide
-        self._wide_logprobs = wide_logprobs
-        self._vocab_size = vocab_size
+        self._rows = rows
+        self._ready = ready
+        self._release = release
+        self._slots = {b: slot for slot, b in enumerate(rows.rows)}
 
     def wait(self) -> PendingMask:
-        """Return once the host arrays are complete."""
+        """Return once the host copy is complete. Waiting again costs nothing."""
+        if self._ready is not None:
+            self._ready.synchronize()
+            self._ready = None
+        if self._release is not None:
+            self._rows = self._rows.copied()
+            self._release()
+            self._release = None
         return self
 
-    def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+    def row(self, b: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
         """ids: [K] int32, ascending; empty for the whole vocabulary. logprobs: [K] float32, or None if not asked for.
 
-        Raises KeyError where batch row i returns no mask or failed.
+        Raises KeyError where row b of the batch returns no mask or failed.
         """
-        slot, with_logprobs = self._slots[i]
-        if i in self._wide:
-            return unpack_ids(self._wide[i], self._vocab_size), self._wide_logprobs.get(i)
-        count = self._counts[slot]
-        return self._ids[slot, :count], self._logprobs[slot, :count] if with_logprobs else None
+        slot = self._slots[b]
+        assert self._ready is None, "wait first"
+        rows = self._rows
+        if b in rows.wide:
+            return unpack_ids(rows.wide[b], rows.vocab_size), rows.wide_logprobs.get(b)
+        count = rows.counts[slot]
+        return rows.ids[slot, :count], rows.logprobs[slot, :count] if rows.with_logprobs[slot] else None
 
 
-def pack_ids(ids: NDArray[np.integer], vocab_size: int) -> NDArray[np.uint8]:
+def pack_ids(ids: NDArray[np.int32], vocab_size: int) -> NDArray[np.uint8]:
     """[ceil(V / 8)] uint8: bit i % 8 of byte i // 8 says whether id i is there."""
     keep = np.zeros(vocab_size, np.bool_)
     keep[ids] = True

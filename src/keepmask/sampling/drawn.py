@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from keepmask.errors import RequestError
 from keepmask.sampling.capture import MAX_COMPACT_IDS
-from keepmask.sampling.logprobs import BatchLogprobs
+from keepmask.sampling.logprobs import BatchLogprobs, finite
 from keepmask.sampling.row import SamplingRow
 
 __all__ = ["Drawn", "WideSupport"]
@@ -35,7 +35,7 @@ class Drawn:
     ids: NDArray[np.int32]
     """[B, K], ascending, padded with -1; nothing but padding in whole and wide rows."""
     logprobs: NDArray[np.float32]
-    """[B, K], of `ids`, over the support."""
+    """[B, K], finite, of `ids` over the support."""
     entries: BatchLogprobs
     """Of rows that asked for logprobs."""
     wide: dict[int, WideSupport] = field(default_factory=dict)
@@ -69,21 +69,21 @@ class Drawn:
         self.counts[rows] = counts
         if rows.size == self.counts.size and self.ids.shape[1] <= K:
             self.ids, self.logprobs = np.empty_like(padded), np.empty_like(logprobs)
-            self.ids[rows], self.logprobs[rows] = padded, logprobs
+            self.ids[rows], self.logprobs[rows] = padded, finite(logprobs)
             return
         self._widen(K)
         self.ids[rows, :K], self.ids[rows, K:] = padded, -1
-        self.logprobs[rows, :K] = logprobs
+        self.logprobs[rows, :K] = finite(logprobs)
 
     def put_support(self, b: int, ids: NDArray[np.int32], logprobs: NDArray[np.float32], vocab_size: int) -> None:
         """Set the support of one row, of any width. ids: [K], ascending."""
         self.ids[b] = -1
         self.counts[b] = 0 if ids.size == vocab_size else ids.size
         if self.counts[b] > MAX_COMPACT_IDS:
-            self.wide[b] = WideSupport(ids, logprobs)
+            self.wide[b] = WideSupport(ids, finite(logprobs))
         elif self.counts[b]:
             self._widen(ids.size)
-            self.ids[b, : ids.size], self.logprobs[b, : ids.size] = ids, logprobs
+            self.ids[b, : ids.size], self.logprobs[b, : ids.size] = ids, finite(logprobs)
 
     def _widen(self, K: int) -> None:
         B, width = self.ids.shape

@@ -76,7 +76,8 @@ def entries_over_all(
         ranks = np.where(here.any(1), 1 + here.argmax(1), ranks)
     top_z = np.where(inside, key_values(keys), np.float32(-np.inf))
     highest = top_z[:, 0].astype(np.float64)
-    outside = found.sums[:, 0] * np.exp(found.sums[:, 1] - highest)
+    # Where rounding has moved the highest logit by hundreds of nats, the sum is one of rounding errors.
+    outside = found.sums[:, 0] * np.exp(np.minimum(found.sums[:, 1] - highest, 700.0))
     log_totals = np.log(np.exp(top_z - highest[:, None]).sum(1) + outside)
     num_top = np.minimum(asked[items], found.counts)
     T = max(0, int(num_top.max()))

@@ -8,7 +8,7 @@ for log-probabilities over the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,7 @@ class _Step:
         self.head, self.rows, self.spec, self.host, self.search = head, rows, spec, host, search
         self.processed = spec.logprobs_mode.startswith("processed")
         self.drawn = Drawn.empty(rows)
+        self.overflowed: list[int] = []  # rows whose logits half precision could not hold
 
     def run(self) -> Drawn:
         for group in self.groups():
@@ -98,6 +99,10 @@ class _Step:
         exact = logits.dtype == torch.float32
         edited = [b for b in changed if exact or changes_values(rows[b], self.spec)]
         banned = sorted(set(changed) - set(edited))
+        if banned:
+            finite = self.search.all_finite(logits[torch.tensor(banned)])
+            self.overflowed = [b for b, ok in zip(banned, finite, strict=True) if not ok]
+            edited, banned = edited + self.overflowed, sorted(set(banned) - set(self.overflowed))
         untouched = np.setdiff1d(everything, changed)
         groups = [Group.of(untouched, logits, untouched)] if untouched.size else []
         if edited:
@@ -113,7 +118,7 @@ class _Step:
         self.drawn.errors |= {items[m]: error for m, error in errors.items()}
         self.drawn.errors |= {b: not_finite_error(self.rows[b]) for b, ok in zip(items, finite, strict=True) if not ok}
         left = np.asarray([m for m, b in enumerate(items) if b not in self.drawn.errors], np.int64)
-        return Group.of(np.asarray(items)[left], logits, left)
+        return Group.of(np.asarray(items)[left], logits, left, bans=True)
 
     # ------------------------------------------------------------ rows that filters cut
 
@@ -126,6 +131,8 @@ class _Step:
             self.draw_by_sorting(group.take(short))
         if (close := found.status == draws.UNCERTAIN).any():
             self.draw_by_definition(group.take(close))
+        if (bad := found.status == candidates.NOT_FINITE).any():
+            self.take_not_finite(group.take(bad), self.draw_truncated)
 
     def decide(self, found: Found, items: Ints) -> Decided:
         """Filter and draw; sets the status of rows that it cannot decide."""
@@ -138,8 +145,7 @@ class _Step:
         return Decided(keys, found.counts, *results)
 
     def put_decided(self, items: Ints, out: Decided, status: Ints) -> None:
-        """Record the rows that were decided, and the errors of those that hold no numbers."""
-        self.put_not_finite(items[status == candidates.NOT_FINITE])
+        """Record the rows that were decided."""
         done = status == candidates.OK
         if not done.all():
             items, out = items[done], Decided._make(x[done] for x in out)
@@ -171,7 +177,8 @@ class _Step:
             found = Found.of(exact[m : m + 1, ids], ids[None])
             found.counts[0] = ids.size
             if not (exact[m] < np.inf).all():
-                found.status[0] = candidates.NOT_FINITE
+                self.drawn.errors[int(item[0])] = not_finite_error(self.rows[item[0]])
+                continue
             self.put_decided(item, self.decide(found, item), found.status)
             if found.status[0] == draws.UNCERTAIN:
                 self.draw_by_definition(group.one(m))
@@ -189,19 +196,22 @@ class _Step:
     def draw_whole(self, group: Group) -> None:
         """Draw for rows without filters: over every id that is not banned."""
         found = self.search.contenders(group)
+        if not (group.exact or group.bans):
+            # Half precision may have made -inf of a finite logit, which belongs to the support.
+            found.status[(found.status == candidates.OK) & ~found.full] = candidates.NOT_FINITE
         token_ids, token_z = self.search.settle(found, group.items)
-        self.put_not_finite(group.items[found.status == candidates.NOT_FINITE])
         done = found.status == candidates.OK
         if done.any():
             self.put_whole(group.take(done), found.full[done], token_ids[done], token_z[done])
         many, close = found.status == candidates.TOO_MANY, found.status == draws.UNCERTAIN
         if many.any() and not group.exact:
-            wide = group.take(many)
-            self.draw_whole(Group.of(wide.items, self.search.exact_rows(wide), np.arange(wide.items.size)))
+            self.draw_whole(self.exact_group(group.take(many)))
         elif many.any():
             close |= many
         if close.any():
             self.draw_by_definition(group.take(close))
+        if (bad := found.status == candidates.NOT_FINITE).any():
+            self.take_not_finite(group.take(bad), self.draw_whole)
 
     def put_whole(self, group: Group, full: NDArray[np.bool_], token_ids: Ints, token_z: NDArray[np.float32]) -> None:
         """Record rows drawn from every id that is not banned. full: [M], nothing is."""
@@ -229,22 +239,35 @@ class _Step:
 
     # ------------------------------------------------------------ common
 
-    def put_not_finite(self, items: Ints) -> None:
-        for b in items.tolist():
+    def exact_group(self, group: Group) -> Group:
+        """The same rows with exact logits."""
+        return Group.of(group.items, self.search.exact_rows(group), np.arange(group.items.size), bans=group.bans)
+
+    def take_not_finite(self, group: Group, draw: Callable[[Group], None]) -> None:
+        """Fail rows that hold NaN or +inf; draw those where only half precision made them so."""
+        if not group.exact:
+            self.overflowed += group.items.tolist()
+            draw(self.exact_group(group))
+            return
+        for b in group.items.tolist():
             self.drawn.errors[b] = not_finite_error(self.rows[b])
 
     def put_raw_entries(self) -> None:
         """Entries of the raw modes, for rows that ask and have drawn."""
         asks = (self.host.num_logprobs >= 0) & (self.drawn.token_ids >= 0)
         asks[list(self.drawn.errors)] = False
-        if not asks.any():
-            return
-        items = np.flatnonzero(asks)
-        group = Group.of(items, self.head.logits, items)
-        token_ids = self.drawn.token_ids[items]
-        z = self.head.rescore(torch.from_numpy(items), torch.from_numpy(token_ids)[:, None]).view(-1).numpy()
-        entries, _ = entries_over_all(self.search, group, np.ones(len(self.rows), np.float32), token_ids, z)
-        self.put_entries(items, entries)
+        overflowed = np.zeros_like(asks)
+        overflowed[self.overflowed] = True
+        for items in (np.flatnonzero(asks & ~overflowed), np.flatnonzero(asks & overflowed)):
+            if not items.size:
+                continue
+            group = Group.of(items, self.head.logits, items)
+            if overflowed[items[0]]:
+                group = self.exact_group(group)
+            token_ids = self.drawn.token_ids[items]
+            z = self.head.rescore(torch.from_numpy(items), torch.from_numpy(token_ids)[:, None]).view(-1).numpy()
+            entries, _ = entries_over_all(self.search, group, np.ones(len(self.rows), np.float32), token_ids, z)
+            self.put_entries(items, entries)
 
     def put_entries(self, items: Ints, entries: Entries) -> None:
         """Record the entries of those rows that ask for any."""

@@ -37,16 +37,18 @@ class Group(NamedTuple):
     """[M], their rows in `logits`."""
     rho: float
     alpha: float
+    bans: bool
+    """Some logits may be -inf because their ids are banned."""
 
     @classmethod
-    def of(cls, items: Ints, logits: Tensor, x_rows: Ints) -> Group:
+    def of(cls, items: Ints, logits: Tensor, x_rows: Ints, *, bans: bool = False) -> Group:
         """The rows x_rows of logits, which are rows `items` of the batch."""
         rho, alpha = MARGINS[logits.dtype]
         if logits.dtype == torch.bfloat16:
             x = logits.contiguous().view(torch.int16).numpy().view(np.uint16)
         else:
             x = logits.float().contiguous().numpy()
-        return cls(items, logits, x, x_rows, rho, alpha)
+        return cls(items, logits, x, x_rows, rho, alpha, bans)
 
     @property
     def exact(self) -> bool:

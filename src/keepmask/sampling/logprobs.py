@@ -88,21 +88,21 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, num_logprobs: int) -> list[
     """
     T, V = logits.shape
     z = logits.float()
-    lse = z.double().logsumexp(-1, keepdim=True)
+    logprobs = z.double().log_softmax(-1)
     own = z.gather(-1, targets.unsqueeze(1))
     before = torch.arange(V, device=z.device) < targets.unsqueeze(1)
     ranks = 1 + ((z > own) | ((z == own) & before)).sum(-1)
     top_ids = best_ids(z, min(num_logprobs, V))
-    top = z.gather(-1, top_ids)
+    top = logprobs.gather(-1, top_ids).float()
     entries = BatchLogprobs.empty(T, num_logprobs)
     entries.put(
         np.arange(T),
         targets.cpu().numpy(),
-        (own.double() - lse).float().squeeze(1).cpu().numpy(),
+        logprobs.gather(-1, targets.unsqueeze(1)).float().squeeze(1).cpu().numpy(),
         ranks.cpu().numpy(),
         top_ids.cpu().numpy(),
-        (top.double() - lse).float().cpu().numpy(),
-        (top > -torch.inf).sum(-1).cpu().numpy(),
+        top.cpu().numpy(),
+        (z.gather(-1, top_ids) > -torch.inf).sum(-1).cpu().numpy(),
     )
     return [entry for t in range(T) if (entry := entries.row_logprobs(t)) is not None]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from keepmask.errors import ConfigError, RequestError
 from keepmask.params import SamplingParams
 from keepmask.sampling.batch import BatchParams, RowsCache
-from keepmask.sampling.capture import PendingMask, pack_ids
+from keepmask.sampling.capture import HostRows, PendingMask, pack_ids
 from keepmask.sampling.checks import check_params, check_token_ids
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.head import Head
@@ -158,17 +158,19 @@ class Sampler:
         captured = [b for b, row in enumerate(rows) if row.returns_mask and b not in drawn.errors]
         if not captured:
             return None
+        all_captured = len(captured) == len(rows)
         wide = {b: drawn.wide[b] for b in captured if b in drawn.wide}
-        return PendingMask(
+        host_rows = HostRows(
             captured,
-            drawn.ids[captured],
-            drawn.counts[captured],
-            drawn.logprobs[captured],
+            drawn.ids if all_captured else drawn.ids[captured],
+            drawn.counts if all_captured else drawn.counts[captured],
+            drawn.logprobs if all_captured else drawn.logprobs[captured],
+            [rows[b].returns_mask_logprobs for b in captured],
+            self.spec.vocab_size,
             {b: pack_ids(support.ids, self.spec.vocab_size) for b, support in wide.items()},
             {b: support.logprobs for b, support in wide.items() if rows[b].returns_mask_logprobs},
-            has_logprobs=[rows[b].returns_mask_logprobs for b in captured],
-            vocab_size=self.spec.vocab_size,
         )
+        return PendingMask(host_rows)
 
 
 def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:

@@ -69,7 +69,7 @@ def draw_sorted(z: Tensor, rows: Sequence[SamplingRow], params: BatchParams) -> 
     scores = torch.where(keep, values.double() + noise, -torch.inf)
     token_ids = torch.empty_like(scores).scatter_(-1, ids, scores).argmax(-1)
     kept = torch.where(keep, values.double(), -torch.inf)
-    logprobs = (kept - kept.logsumexp(-1, keepdim=True)).float()
+    logprobs = kept.log_softmax(-1).float()
     return SortedRows(token_ids, ok, ids, values, keep, logprobs)
 
 
@@ -95,7 +95,7 @@ def put_reference(
             return
         values, sorted_ids = torch.sort(raw, descending=True, stable=True)
         if spec.logprobs_mode == "raw_logprobs":
-            values = (values.double() - raw.double().logsumexp(-1)).float()
+            values = values.double().log_softmax(-1).float()
         ids, shown = sorted_ids.cpu().numpy(), values.cpu().numpy()
     else:
         shown = z if spec.logprobs_mode == "processed_logits" else logprobs

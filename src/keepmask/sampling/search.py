@@ -108,10 +108,10 @@ class Search:
 
     def exact_rows(self, group: Group) -> Tensor:
         """[M, V] float32, the group's logits, in a new tensor."""
-        rows = group.rows()
         if group.exact:
-            return rows
-        return self._head.float32(torch.from_numpy(group.items)).masked_fill_(rows == -torch.inf, -torch.inf)
+            return group.rows()
+        exact = self._head.float32(torch.from_numpy(group.items))
+        return exact.masked_fill_(group.rows() == -torch.inf, -torch.inf) if group.bans else exact
 
     def sorted_keys(self, found: Found, items: Ints, temperature: NDArray[np.float32]) -> NDArray[np.int64]:
         """[M, width] keys of what was found, by (z / temperature descending, id ascending)."""
