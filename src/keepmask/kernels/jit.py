@@ -40,7 +40,7 @@ class RowThreads:
 
     def run(self, kernel: Callable[..., Any], num_rows: int, work: int, *args: Any) -> None:
         """Call the kernel on all rows. work: elements it touches in all; little work stays on this thread."""
-        parts = min(self._num_threads, num_rows, 1 + work // 2**20)
+        parts = max(1, min(self._num_threads, num_rows, 1 + work // 2**20))
         if self._pool is None or parts == 1:
             kernel(*args, 0, num_rows)
             return
