@@ -60,20 +60,18 @@ class HostRows:
 class PendingMask:
     """Supports of the rows of a batch that return them; `row` reads them once `wait` has returned.
 
-    rows: where the host copy is, or will be. ready: says when the copy is complete; None where it is already.
-    release: called once the rows were copied out of `rows`, so that its memory, and the device memory it was copied
-    from, may be used again; None where `rows` is theirs to keep.
+    parts: where the host copies of the rows are, or will be. ready: says when all are complete; None where they are
+    already. release: called once the rows were copied out of `parts`, so that their memory, and the device memory they
+    were copied from, may be used again; None where `parts` are theirs to keep.
     """
 
-    __slots__ = ("_ready", "_release", "_rows", "_slots")
+    __slots__ = ("_parts", "_ready", "_release", "_slots")
 
-    def __init__(
-        self, rows: HostRows, *, ready: Event | None = None, release: Callable[[], None] | None = None
-    ) -> None:
-        self._rows = rows
+    def __init__(self, *parts: HostRows, ready: Event | None = None, release: Callable[[], None] | None = None) -> None:
+        self._parts = parts
         self._ready = ready
         self._release = release
-        self._slots = {b: slot for slot, b in enumerate(rows.rows)}
+        self._slots = {b: (i, slot) for i, part in enumerate(parts) for slot, b in enumerate(part.rows)}
 
     def wait(self) -> PendingMask:
         """Return once the host copy is complete. Waiting again costs nothing."""
@@ -81,7 +79,7 @@ class PendingMask:
             self._ready.synchronize()
             self._ready = None
         if self._release is not None:
-            self._rows = self._rows.copied()
+            self._parts = tuple(part.copied() for part in self._parts)
             self._release()
             self._release = None
         return self
@@ -91,9 +89,9 @@ class PendingMask:
 
         Raises KeyError where row b of the batch returns no mask or failed.
         """
-        slot = self._slots[b]
+        part, slot = self._slots[b]
         assert self._ready is None, "wait first"
-        rows = self._rows
+        rows = self._parts[part]
         if b in rows.wide:
             return unpack_ids(rows.wide[b], rows.vocab_size), rows.wide_logprobs.get(b)
         count = rows.counts[slot]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.errors import RequestError
-from keepmask.sampling.capture import MAX_COMPACT_IDS
+from keepmask.sampling.capture import MAX_COMPACT_IDS, HostRows, PendingMask, pack_ids
 from keepmask.sampling.logprobs import BatchLogprobs, finite
 from keepmask.sampling.row import SamplingRow
 
@@ -84,6 +84,34 @@ class Drawn:
         elif self.counts[b]:
             self._widen(ids.size)
             self.ids[b, : ids.size], self.logprobs[b, : ids.size] = ids, finite(logprobs)
+
+    def inside(self) -> NDArray[np.bool_]:
+        """[B], whether a token was drawn, and is in its support."""
+        inside: NDArray[np.bool_] = (self.ids == self.token_ids[:, None]).any(1) | (self.counts == 0)
+        inside &= self.token_ids >= 0
+        for b, wide in self.wide.items():
+            at = np.searchsorted(wide.ids, self.token_ids[b])
+            inside[b] = at < wide.ids.size and wide.ids[at] == self.token_ids[b]
+        return inside
+
+    def host_rows(self, captured: list[int], rows: Sequence[SamplingRow], vocab_size: int) -> HostRows:
+        """The supports of the `captured` rows of the batch."""
+        all_captured = len(captured) == len(rows)
+        wide = {b: self.wide[b] for b in captured if b in self.wide}
+        return HostRows(
+            captured,
+            self.ids if all_captured else self.ids[captured],
+            self.counts if all_captured else self.counts[captured],
+            self.logprobs if all_captured else self.logprobs[captured],
+            [rows[b].returns_mask_logprobs for b in captured],
+            vocab_size,
+            {b: pack_ids(support.ids, vocab_size) for b, support in wide.items()},
+            {b: support.logprobs for b, support in wide.items() if rows[b].returns_mask_logprobs},
+        )
+
+    def pending_mask(self, captured: list[int], rows: Sequence[SamplingRow], vocab_size: int) -> PendingMask:
+        """The supports of the `captured` rows of the batch, on their way to where they can be read."""
+        return PendingMask(self.host_rows(captured, rows, vocab_size))
 
     def _widen(self, K: int) -> None:
         B, width = self.ids.shape

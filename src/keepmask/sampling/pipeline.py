@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from keepmask.errors import ConfigError, RequestError
 from keepmask.params import SamplingParams
 from keepmask.sampling.batch import BatchParams, RowsCache
-from keepmask.sampling.capture import HostRows, PendingMask, pack_ids
+from keepmask.sampling.capture import PendingMask
 from keepmask.sampling.checks import check_params, check_token_ids
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.head import Head
@@ -119,12 +119,7 @@ class Sampler:
 
     def _check_membership(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> None:
         """Fail rows whose support is empty or does not hold the drawn id."""
-        inside = (drawn.ids == drawn.token_ids[:, None]).any(1) | (drawn.counts == 0)
-        inside &= drawn.token_ids >= 0
-        for b, wide in drawn.wide.items():
-            at = np.searchsorted(wide.ids, drawn.token_ids[b])
-            inside[b] = at < wide.ids.size and wide.ids[at] == drawn.token_ids[b]
-        for b in np.flatnonzero(~inside).tolist():
+        for b in np.flatnonzero(~drawn.inside()).tolist():
             position = rows[b].num_output_tokens
             if drawn.token_ids[b] < 0:
                 message = (
@@ -156,21 +151,7 @@ class Sampler:
 
     def _capture(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> PendingMask | None:
         captured = [b for b, row in enumerate(rows) if row.returns_mask and b not in drawn.errors]
-        if not captured:
-            return None
-        all_captured = len(captured) == len(rows)
-        wide = {b: drawn.wide[b] for b in captured if b in drawn.wide}
-        host_rows = HostRows(
-            captured,
-            drawn.ids if all_captured else drawn.ids[captured],
-            drawn.counts if all_captured else drawn.counts[captured],
-            drawn.logprobs if all_captured else drawn.logprobs[captured],
-            [rows[b].returns_mask_logprobs for b in captured],
-            self.spec.vocab_size,
-            {b: pack_ids(support.ids, self.spec.vocab_size) for b, support in wide.items()},
-            {b: support.logprobs for b, support in wide.items() if rows[b].returns_mask_logprobs},
-        )
-        return PendingMask(host_rows)
+        return drawn.pending_mask(captured, rows, self.spec.vocab_size) if captured else None
 
 
 def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:
