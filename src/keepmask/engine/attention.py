@@ -6,7 +6,7 @@ query see its own sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from keepmask.engine.batch import ChunkSpan, ForwardBatch
 from keepmask.errors import ConfigError
 from keepmask.kernels.paged_attention import AttentionImpl, decode_attention, store_tokens
 
-__all__ = ["NAME", "AttentionContext", "KVCache", "LayerCache", "register"]
+__all__ = ["NAME", "AttentionContext", "KVCache", "LayerCache", "attend", "register"]
 
 NAME = "keepmask"
 """The name to give transformers as attn_implementation."""
@@ -76,14 +76,13 @@ class KVCache:
             layer.values[targets] = layer.values[sources]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What the attention function needs of one forward: the batch and the cache; and which layers called it."""
+    """What attention needs of one forward: the batch, the cache, and which kernels to use."""
 
     batch: ForwardBatch
     cache: KVCache
     impl: AttentionImpl = "auto"
-    layers_seen: set[int] = field(default_factory=set)
 
 
 def register() -> None:
@@ -113,42 +112,56 @@ def _attend(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"{type(module).__name__}: {what} are not supported")
-    batch = keepmask.batch
-    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
-    cache = keepmask.cache.layers[layer_idx]
-    keepmask.layers_seen.add(layer_idx)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-
-    queries = query[0].transpose(0, 1)  # [T, Hq, D]
-    store_tokens(
-        cache.keys,
-        cache.values,
+    out = attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        batch.slot_blocks,
-        batch.slot_offsets,
-        impl=keepmask.impl,
+        keepmask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
     )
-    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    single = batch.num_single
-    if single:
+    return out[None], None
+
+
+def attend(
+    layer_idx: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: AttentionContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Store the keys and values of the batch's T tokens, and let each query see its own sequence up to itself.
+
+    query: [T, Hq, D]. key, value: [T, Hkv, D]. window: how many tokens a query sees, itself included; None for all.
+    Returns [T, Hq, D].
+    """
+    batch, cache = context.batch, context.cache.layers[layer_idx]
+    store_tokens(cache.keys, cache.values, key, value, batch.slot_blocks, batch.slot_offsets, impl=context.impl)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if single := batch.num_single:
         out[:single] = decode_attention(
-            queries[:single],
+            query[:single],
             cache.keys,
             cache.values,
             batch.block_tables[:single],
             batch.context_lens[:single],
             scale=scale,
-            window=sliding_window,
+            window=window,
             softcap=softcap,
-            impl=keepmask.impl,
+            impl=context.impl,
         )
     for at, span in enumerate(batch.spans):
-        blocks = batch.block_tables[single + at, : -(-span.context_len // keepmask.cache.block_size)]
+        blocks = batch.block_tables[single + at, : -(-span.context_len // context.cache.block_size)]
         keys, values = cache.gather(blocks, span.context_len)
         rows = slice(span.start, span.stop)
-        out[rows] = _attend_span(queries[rows], keys, values, span, scale=scale, window=sliding_window, softcap=softcap)
-    return out[None], None
+        out[rows] = _attend_span(query[rows], keys, values, span, scale=scale, window=window, softcap=softcap)
+    return out
 
 
 def _attend_span(

@@ -13,14 +13,20 @@ from transformers import PreTrainedModel
 from keepmask.config import EngineConfig
 from keepmask.engine.attention import AttentionContext, KVCache
 from keepmask.engine.batch import ForwardBatch
+from keepmask.engine.decoder import Decoder
 from keepmask.engine.loading import device_of, dtype_of, load_model
 from keepmask.engine.scheduler import BlockCopy
 from keepmask.errors import ConfigError
+from keepmask.kernels.packed_linear import PackedLinear
+from keepmask.kernels.replay_pairs import numba_can_read, pair_logits
 
 __all__ = ["LMHead", "ModelRunner"]
 
 _KV_SHARE_OF_FREE = 0.4
 """Of the memory that is free once the model is loaded, the share that the KV cache takes by default."""
+
+_MAX_PAIRS = 16_384
+"""Rows of the head that are gathered at a time."""
 
 _HEAD_CHUNK = 16_384
 """Rows of the head that are held in float32 at a time."""
@@ -54,16 +60,26 @@ class LMHead:
     hidden: [B, E]. Satisfies `keepmask.sampling.Head`.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: HeadTransform) -> None:
-        self._hidden, self._weight, self._bias, self._transform = hidden, weight, bias, transform
-        self.logits = transform(torch.nn.functional.linear(hidden, weight, bias))
+    def __init__(self, hidden: Tensor, linear: PackedLinear, transform: HeadTransform) -> None:
+        self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
+        self.logits = transform(linear(hidden))
 
     def rescore(self, rows: Tensor, ids: Tensor) -> Tensor:
         """[M, C] float32 logits of ids [M, C] int64 at rows [M] int64, accumulated and stored in float32."""
         if self.logits.dtype == torch.float32:
             return self.logits[rows[:, None], ids]
-        weight = self._weight[ids].float()  # [M, C, E]
-        exact = torch.bmm(weight, self._hidden[rows].float().unsqueeze(-1)).squeeze(-1)
+        M, C = ids.shape
+        states, pairs = self._hidden.contiguous(), torch.arange(M, device=rows.device)
+        exact = pair_logits(
+            states,
+            rows,
+            self._weight,
+            ids.flatten(),
+            torch.arange(M + 1, device=rows.device) * C,
+            pairs.repeat_interleave(C),
+            max_pairs=_MAX_PAIRS,
+            impl="numba" if numba_can_read(states, self._weight) else "gather",
+        ).view(M, C)
         return self._transform(exact if self._bias is None else exact + self._bias[ids].float())
 
     def float32(self, rows: Tensor) -> Tensor:
@@ -71,7 +87,7 @@ class LMHead:
         if self.logits.dtype == torch.float32:
             return self.logits[rows]
         hidden = self._hidden[rows].float()
-        parts = [hidden @ weight.float().T for weight in self._weight.split(_HEAD_CHUNK)]
+        parts = [hidden @ weight.float().T for weight in torch.split(self._weight, _HEAD_CHUNK)]
         logits = torch.cat(parts, -1)
         return self._transform(logits if self._bias is None else logits + self._bias.float())
 
@@ -84,23 +100,24 @@ class ModelRunner:
         self.dtype = dtype_of(config, self.device)
         self.model = load_model(config, self.device, self.dtype)
         settings = self.model.config.get_text_config()
-        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self._decoder = Decoder.of(self.model)
+        head = self.model.get_output_embeddings()
+        self._linear_head = PackedLinear(head.weight, getattr(head, "bias", None))
+        self.vocab_size = int(head.weight.shape[0])
         self._transform = HeadTransform.of(settings)
         self.max_model_len = _max_model_len(config, settings)
         shapes = _kv_shapes(self.model)
         block_bytes = sum(2 * heads * dim for heads, dim in shapes) * config.block_size * self.dtype.itemsize
         num_blocks = _num_blocks(config, self.device, block_bytes, self.max_model_len)
         if num_blocks * config.block_size < self.max_model_len:
-            if config.max_model_len is not None:
+            if config.max_model_len is not None or not num_blocks:
+                needed = block_bytes * (1 if not num_blocks else -(-self.max_model_len // config.block_size))
+                have = config.kv_cache_memory_bytes or "what is free after loading the model"
                 raise ConfigError(
-                    f"max_model_len={config.max_model_len}: needs {self.max_model_len * block_bytes // config.block_size} "
-                    f"bytes of KV cache, there are {num_blocks * block_bytes}; raise kv_cache_memory_bytes or lower it"
+                    f"kv_cache_memory_bytes={have}: max_model_len={self.max_model_len} needs {needed} bytes of KV "
+                    "cache; raise the one or lower the other"
                 )
             self.max_model_len = num_blocks * config.block_size
-        if not self.max_model_len:
-            raise ConfigError(
-                f"kv_cache_memory_bytes={num_blocks * block_bytes}: one block needs {block_bytes} bytes; raise it"
-            )
         self.cache = KVCache.allocate(
             shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=self.dtype, device=self.device
         )
@@ -113,19 +130,25 @@ class ModelRunner:
         if copies:
             pairs = torch.tensor([[copy.source, copy.target] for copy in copies], device=self.device)
             self.cache.copy(pairs[:, 0], pairs[:, 1])
+        context = AttentionContext(batch, self.cache)
+        if self._decoder is not None:
+            return self._decoder(batch.input_ids, batch.positions, context)
         output = self.model.base_model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            keepmask=AttentionContext(batch, self.cache),
+            input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, keepmask=context
         )
-        return output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> LMHead:
         """The LM head over hidden states [B, E]."""
-        module = self.model.get_output_embeddings()
-        return LMHead(hidden, module.weight, getattr(module, "bias", None), self._transform)
+        return LMHead(hidden, self._linear_head, self._transform)
+
+    def refresh(self) -> None:
+        """Follow a change of the model's weights."""
+        self._linear_head.refresh()
+        if self._decoder is not None:
+            self._decoder.refresh()
 
 
 def _max_model_len(config: EngineConfig, settings: Any) -> int:

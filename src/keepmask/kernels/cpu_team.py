@@ -17,13 +17,13 @@ import torch
 __all__ = ["run"]
 
 
-def run(function: int, data: int) -> None:
+def run(function: int, data: int, num_items: int) -> None:
     """Call `void function(void *data)` at these addresses once on each of torch's threads, and wait for all.
 
-    The function takes its share of the work from a counter in `data` by atomic additions, so it does not matter how
-    many threads come. The GIL is released meanwhile.
+    The function takes its share of the num_items pieces of work from a counter in `data` by atomic additions, so it
+    does not matter how many threads come. The GIL is released meanwhile.
     """
-    _team()(function, data, torch.get_num_threads())
+    _team()(function, data, min(num_items, torch.get_num_threads()))
 
 
 @cache

@@ -38,6 +38,11 @@ def decode_attention(
     Returns [S, Hq, D] in query's dtype. Query head h reads head h // (Hq / Hkv) of keys and values.
     softcap(x) = softcap · tanh(x / softcap), or x where softcap is None.
     """
+    D, Hkv = keys.shape[2], keys.shape[1]
+    if query.shape[2] != D or query.shape[1] % Hkv or query.dtype != keys.dtype or values.shape[3] != D:
+        raise ValueError(
+            f"query {list(query.shape)} {query.dtype} does not fit a cache of {Hkv} heads of {D} {keys.dtype}"
+        )
     if (kernel := _compiled(keys, impl)) is not None:
         return kernel.decode(  # type: ignore[no-any-return]
             query, keys, values, block_tables, context_lens, scale=scale, window=window, softcap=softcap
@@ -60,6 +65,10 @@ def store_tokens(
     keys: [num_blocks, Hkv, D, block_size]. values: [num_blocks, Hkv, block_size, D]. new_keys, new_values: [T, Hkv, D].
     blocks, offsets: [T] int64, distinct slots.
     """
+    slot = (keys.shape[1], keys.shape[2])
+    for name, new in (("keys", new_keys), ("values", new_values)):
+        if new.shape[1:] != slot or new.dtype != keys.dtype:
+            raise ValueError(f"new {name} {list(new.shape)} {new.dtype} do not fit a cache of {slot} {keys.dtype}")
     if (kernel := _compiled(keys, impl)) is not None:
         kernel.store(keys, values, new_keys, new_values, blocks, offsets)
         return
