@@ -17,7 +17,7 @@ from keepmask.report.metrics import Metrics, measure
 from keepmask.report.plots import mass_chart, ratio_histogram, sequence_chart, size_histogram
 from keepmask.report.tables import count, number, numbers_table, plural, ratio_table, share
 from keepmask.report.text import Excerpt, inline_json, visible
-from keepmask.report.worst import NUM_TOKENS, worst_section
+from keepmask.report.worst import NUM_TOKENS, widest_table, worst_section
 from keepmask.wire.files import write_atomically
 
 __all__ = ["write_report"]
@@ -65,7 +65,7 @@ def write_report(
     body = [
         _header(rollouts, metadata, metrics),
         _headline(metrics),
-        _charts(metrics),
+        _charts(metrics, excerpt),
         _numbers(metrics),
         worst_section(metrics, excerpt),
         completions_section(rollouts, excerpt),
@@ -163,38 +163,31 @@ def _before_after(label: str, table: Mapping[str, float], name: str, form: str) 
     return _tile(label, f"{before}<i>→</i>{after}", "full vocabulary → replayed")
 
 
-def _charts(metrics: Metrics) -> str:
-    figures = []
-    mismatch = metrics.mismatch
-    if mismatch is not None and len(mismatch):
-        scored = f", {count(len(metrics.scored))} completions" if len(metrics.scored) < metrics.num_rollouts else ""
-        keys = _keys(mismatch.ratio_full is not None)
-        figures.append(
-            _figure(
-                f"Importance ratio of each token{scored}",
-                keys,
-                ratio_histogram(mismatch.ratio_full, mismatch.ratio_replayed),
-            )
-        )
-        if metrics.sequence_replayed is not None:
-            figures.append(
-                _figure(
-                    "Ratio of the completion so far",
-                    keys,
-                    sequence_chart(metrics.sequence_full, metrics.sequence_replayed),
-                )
-            )
-        if mismatch.kept_mass is not None and mismatch.support_sizes is not None:
-            figures.append(
-                _figure(
-                    "Probability kept by the supports",
-                    "",
-                    mass_chart(mismatch.support_sizes, mismatch.kept_mass),
-                )
-            )
+def _charts(metrics: Metrics, excerpt: Excerpt) -> str:
+    figures = _score_figures(metrics)
     if metrics.support_sizes.size:
         figures.append(_figure("How many ids the sampler could draw", "", size_histogram(metrics.support_sizes)))
+    if metrics.mismatch is None and metrics.support_sizes.size:
+        figures.append(_figure("Where the choice was widest", "", widest_table(metrics, excerpt)))
     return f'<section class="charts" aria-label="Charts">{"".join(figures)}</section>' if figures else ""
+
+
+def _score_figures(metrics: Metrics) -> list[str]:
+    """What the policy's scores show; nothing where there are none."""
+    mismatch = metrics.mismatch
+    if mismatch is None or not len(mismatch):
+        return []
+    some = f", {count(len(metrics.scored))} completions" if len(metrics.scored) < metrics.num_rollouts else ""
+    keys = _keys(mismatch.ratio_full is not None)
+    histogram = ratio_histogram(mismatch.ratio_full, mismatch.ratio_replayed)
+    figures = [_figure(f"Importance ratio of each token{some}", keys, histogram)]
+    if metrics.sequence_replayed is not None:
+        chart = sequence_chart(metrics.sequence_full, metrics.sequence_replayed)
+        figures.append(_figure("Ratio of the completion so far", keys, chart))
+    if mismatch.kept_mass is not None and mismatch.support_sizes is not None:
+        chart = mass_chart(mismatch.support_sizes, mismatch.kept_mass)
+        figures.append(_figure("Probability kept by the supports", "", chart))
+    return figures
 
 
 def _figure(title: str, keys: str, chart: str) -> str:

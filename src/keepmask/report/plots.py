@@ -27,7 +27,6 @@ SIZE_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 1
 _WIDTH, _HEIGHT = 560.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 10.0, 14.0, 38.0
 _RATIO_BINS = 36
-_FLOOR = 1e-3  # share of tokens at the foot of a logarithmic axis
 
 Floats = NDArray[np.float64]
 
@@ -127,8 +126,9 @@ def ratio_histogram(full: Floats | None, replayed: Floats) -> str:
     The bins are centred on 1; the first and last take what lies beyond. The vertical axis is logarithmic.
     """
     edges = _ratio_edges([ratio for ratio in (full, replayed) if ratio is not None])
-    x, y = _x(edges[0], edges[-1]), _y(_FLOOR, 1, log=True)
-    marks = [_grid(y, [1e-3, 1e-2, 1e-1, 1], _percent)]
+    decades = int(np.clip(np.ceil(np.log10(replayed.size / 0.8)), 2, 6))  # so that one token can be seen
+    x, y = _x(edges[0], edges[-1]), _y(10.0**-decades, 1, log=True)
+    marks = [_grid(y, [10.0**-i for i in range(decades + 1)], _percent)]
     marks += [_x_tick(x, tick) for tick in _nice_ticks(edges[1], edges[-2])]
     marks += [_x_tick(x, edge, sign) for edge, sign in ((edges[:2].mean(), "≤"), (edges[-2:].mean(), "≥"))]
     marks.append(f'<line class="one" x1="{x.at(1)}" x2="{x.at(1)}" y1="{_TOP}" y2="{y.start}"/>')
@@ -198,13 +198,13 @@ def _ratio_bars(edges: Floats, ratio: Floats, name: str, label: str, x: _Axis, y
     for i, count in enumerate(counts.tolist()):
         if count:
             share = count / ratio.size
-            left, right, head = x.at(edges[i]), x.at(edges[i + 1]), y.at(max(share, _FLOOR * 1.15))
-            span = f"up to {edges[1]:.3f}" if i == 0 else f"{edges[i]:.3f} to {edges[i + 1]:.3f}"
-            span = f"from {edges[i]:.3f}" if i == counts.size - 1 else span
+            left, right, head = x.at(edges[i]), x.at(edges[i + 1]), y.at(max(share, 1.2 * y.low))
+            low = "0" if i == 0 else f"{edges[i]:.3f}"
+            high = "more" if i == counts.size - 1 else f"{edges[i + 1]:.3f}"
+            title = f"{label}, ratio {low} to {high}: {count:,} tokens, {_percent(share)}"
             bars.append(
                 f'<rect class="bar {name}" x="{left + 0.5:.1f}" y="{head}" width="{max(right - left - 1, 1):.1f}" '
-                f'height="{y.start - head:.1f}"><title>{label}, ratio {span}: {count:,} tokens, {_percent(share)}'
-                "</title></rect>"
+                f'height="{y.start - head:.1f}"><title>{title}</title></rect>'
             )
     return f"<g>{''.join(bars)}</g>"
 

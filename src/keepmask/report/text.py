@@ -15,7 +15,7 @@ from keepmask.report.plots import size_bin
 __all__ = ["Excerpt", "token_anchor", "visible"]
 
 _MAX_SHOWN_IDS = 14  # ids of one support that the page lists; the rest are summed
-_CONTEXT_CHARS = 34
+_CONTEXT_CHARS = 28
 _PROBABILITY_UNIT = 1e-4  # probabilities are whole multiples of it in the page's data
 _MASS_STEPS = (0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.6)  # kept mass, from the lightest shade to the darkest
 

@@ -10,27 +10,27 @@ from keepmask.report.metrics import Metrics, TokenPlace
 from keepmask.report.tables import count
 from keepmask.report.text import Excerpt, token_anchor
 
-__all__ = ["NUM_TOKENS", "worst_section"]
+__all__ = ["NUM_TOKENS", "widest_table", "worst_section"]
 
 NUM_TOKENS = 8
 """Tokens in one list."""
 
 
 def worst_section(metrics: Metrics, excerpt: Excerpt) -> str:
-    """Where the mismatch is largest, before and after replay; without scores, where the supports are widest."""
-    if metrics.mismatch is None:
-        title = "Where the choice was widest"
-        tables = [_table("Widest supports", metrics.widest(NUM_TOKENS), excerpt, scored=False)]
-    else:
-        title = "Where the mismatch is"
-        lists = (
-            ("Largest mismatch over the full vocabulary", metrics.worst_full(NUM_TOKENS)),
-            ("Largest mismatch left after replay", metrics.worst_replayed(NUM_TOKENS)),
-        )
-        tables = [_table(caption, places, excerpt, scored=True) for caption, places in lists]
+    """Where the mismatch is largest, before and after replay; "" without scores."""
+    lists = (
+        ("Largest mismatch over the full vocabulary", metrics.worst_full(NUM_TOKENS)),
+        ("Largest mismatch left after replay", metrics.worst_replayed(NUM_TOKENS)),
+    )
+    tables = [_table(f"<caption>{caption}</caption>", places, excerpt, scored=True) for caption, places in lists]
     if not any(tables):
         return ""
-    return f'<section><h2>{title}</h2><div class="columns">{"".join(tables)}</div></section>'
+    return f'<section><h2>Where the mismatch is</h2><div class="columns">{"".join(tables)}</div></section>'
+
+
+def widest_table(metrics: Metrics, excerpt: Excerpt) -> str:
+    """The tokens with the widest supports; "" without any."""
+    return _table("", metrics.widest(NUM_TOKENS), excerpt, scored=False)
 
 
 def _table(caption: str, places: Sequence[TokenPlace], excerpt: Excerpt, *, scored: bool) -> str:
@@ -39,9 +39,7 @@ def _table(caption: str, places: Sequence[TokenPlace], excerpt: Excerpt, *, scor
     names = ["token", "support", *(["full", "replayed"] if scored else [])]
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     rows = "".join(_row(place, excerpt, scored=scored) for place in places)
-    return (
-        f'<table class="worst"><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    )
+    return f'<table class="worst">{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _row(place: TokenPlace, excerpt: Excerpt, *, scored: bool) -> str:
