@@ -115,7 +115,7 @@ class ModelRunner:
                 have = config.kv_cache_memory_bytes or "what is free after loading the model"
                 raise ConfigError(
                     f"kv_cache_memory_bytes={have}: max_model_len={self.max_model_len} needs {needed} bytes of KV "
-                    "cache; raise the one or lower the other"
+                    "cache; raise kv_cache_memory_bytes or lower max_model_len"
                 )
             self.max_model_len = num_blocks * config.block_size
         self.cache = KVCache.allocate(
