@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from statistics import median
 
+from keepmask.conform.mask_routes import Route
 from keepmask.conform.probes import Probe
-from keepmask.conform.routes import Route
 from keepmask.errors import BackendError
 
-__all__ = ["LIFT", "NotForcedError", "Tokens", "force", "lifted", "ties_hold"]
+__all__ = ["LIFT", "NO_TIES", "NotForcedError", "Tokens", "force", "lifted", "ties_hold"]
 
 Tokens = tuple[int, ...]
+
+NO_TIES = "needs logits that are equal to the bit, and this server's log-probabilities never were, or not twice"
 
 LIFT = 70.0
 """The largest bias. It lifts the handful over the rest of the vocabulary, and its logits over zero. Engines take
 biases up to 100; a probe's own come on top."""
 _SINK = -60.0  # the same for logits that have to be below zero
 
-_MAX_READS = 8
+_MAX_READS = 10
 _TOLERANCE = 0.01  # nats, a fifth of what probes bear
 _ALIKE = 1e-3  # nats; closer than this, ties are made equal to the bit
 _REST = math.log(1e-6 / 2**18)
@@ -41,7 +44,7 @@ def force(route: Route, context: Tokens, ids: Tokens, probe: Probe) -> dict[int,
     lift = _SINK if probe.negative else LIFT
     bias = dict.fromkeys(ids, lift)
     missing = dict.fromkeys(ids, math.inf)
-    for _ in range(_MAX_READS):
+    for turn in range(_MAX_READS):
         seen = lifted(route, context, bias, alone=probe.negative)
         missing = {token_id: wanted[token_id] - seen[token_id] for token_id in ids}
         largest = max(map(abs, missing.values()))
@@ -49,7 +52,7 @@ def force(route: Route, context: Tokens, ids: Tokens, probe: Probe) -> dict[int,
             return bias
         if largest < _ALIKE:
             for tied in _tied(ids, probe):
-                bias |= {token_id: bias[token_id] + seen[tied[0]] - seen[token_id] for token_id in tied}
+                bias |= _moved_together(bias, seen, tied, turn)
         else:
             bias = {token_id: bias[token_id] + missing[token_id] for token_id in ids}
             top = max(bias.values())
@@ -57,7 +60,7 @@ def force(route: Route, context: Tokens, ids: Tokens, probe: Probe) -> dict[int,
             if min(bias.values()) < -100:
                 raise NotForcedError("its logits are too far apart for biases of at most 100")
     if max(map(abs, missing.values())) < _TOLERANCE:
-        raise NotForcedError("needs logits that are equal to the bit, and this server's are not the same twice")
+        raise NotForcedError(NO_TIES)
     raise NotForcedError(
         f"after {_MAX_READS} corrections its log-probabilities are still {max(map(abs, missing.values())):.2g} nats off"
     )
@@ -82,6 +85,18 @@ def lifted(route: Route, context: Tokens, bias: dict[int, float], *, alone: bool
             "ignores logit_bias, or returns raw log-probabilities; start it with --logprobs-mode processed_logprobs"
         )
     return seen
+
+
+def _moved_together(bias: dict[int, float], seen: dict[int, float], tied: Sequence[int], turn: int) -> dict[int, float]:
+    """Biases under which these ids should become equal: the others go to where one of them is.
+
+    Rounding to even may keep an id from every other value. Moved by one step it jumps two, so it is the others that
+    must go to it; it shows by being farthest from the middle, or in a pair by turns.
+    """
+    middle = median(seen[token_id] for token_id in tied)
+    farthest = sorted(tied, key=lambda token_id: -abs(seen[token_id] - middle))
+    goal = seen[farthest[turn % min(2, len(tied))]]
+    return {token_id: bias[token_id] + goal - seen[token_id] for token_id in tied}
 
 
 def _ties_equal(seen: dict[int, float], ids: Tokens, probe: Probe) -> bool:

@@ -91,7 +91,7 @@ _ONE_FILTER = (
     # The second largest is .2, and so are the third and the fourth.
     Probe(
         name="top_k_tie",
-        rule="so do ties with the k-th",
+        rule="and ties with the k-th",
         wanted=(0.4, 0.2, 0.2, 0.2),
         params={"top_k": 2},
         exact=True,
@@ -100,7 +100,7 @@ _ONE_FILTER = (
     # Three above, nine tied at the fourth place.
     Probe(
         name="top_k_nine_tied",
-        rule="every one of them, however many",
+        rule="all of them, however many",
         wanted=(0.25, 0.2, 0.15, *9 * (0.4 / 9,)),
         params={"top_k": 4},
         exact=True,
@@ -109,14 +109,14 @@ _ONE_FILTER = (
     # Before the ids: 0, .5, .8, .95. hf drops .05 and .2, as they are <= .3, and not .5.
     Probe(
         name="top_p",
-        rule="the ids up to the one that reaches top_p stay",
+        rule="ids up to the one that reaches it stay",
         wanted=(0.5, 0.3, 0.15, 0.05),
         params={"top_p": 0.7, "top_k": 0},
         vllm=(0, 1),
     ),
     Probe(
         name="top_p_first",
-        rule="the first stays, though it is more than top_p",
+        rule="the first stays, though it is more",
         wanted=(0.9, 0.06, 0.04),
         params={"top_p": 0.5},
         vllm=(0,),
@@ -125,7 +125,7 @@ _ONE_FILTER = (
     # as .5 is not <= .4, and of ties it drops the lowest id first.
     Probe(
         name="top_p_tie",
-        rule="ties at the cut: lowest ids, all, or highest ids",
+        rule="ties at the cut: lowest ids, all, highest",
         wanted=_FLAT,
         params={"top_p": 0.6},
         exact=True,
@@ -136,7 +136,7 @@ _ONE_FILTER = (
     # Before the third id it is .5 to the bit: < leaves it out, <= takes it in and its tie with it. hf drops .25 and .5.
     Probe(
         name="top_p_boundary",
-        rule="mass before the id equal to top_p: < or <=",
+        rule="mass before an id equal to it: < or <=",
         wanted=_FLAT,
         params={"top_p": 0.5},
         exact=True,
@@ -146,7 +146,7 @@ _ONE_FILTER = (
     ),
     Probe(
         name="top_p_tiny",
-        rule="1e-6 leaves the likeliest, never nothing",
+        rule="1e-6 leaves the likeliest, never none",
         wanted=_FOUR,
         params={"top_p": 1e-6},
         vllm=(0,),
@@ -154,7 +154,7 @@ _ONE_FILTER = (
     # Of the largest the ids are 1, .6, .3, .1.
     Probe(
         name="min_p",
-        rule="ids below min_p of the likeliest go",
+        rule="ids below that share of the likeliest go",
         wanted=(0.5, 0.3, 0.15, 0.05),
         params={"min_p": 0.2},
         vllm=(0, 1, 2),
@@ -189,7 +189,7 @@ _TOGETHER = (
     # sglang measures on the whole: before the third, .55 <= .75, and it is inside the window.
     Probe(
         name="top_k_then_top_p",
-        rule="top_p on what top_k left, or on the whole",
+        rule="top_p on what top_k left, or on all",
         wanted=_EIGHT,
         params={"top_k": 3, "top_p": 0.75},
         vllm=(0, 1),
@@ -210,7 +210,7 @@ _TOGETHER = (
     # .65 before the third; hf drops .1, .2, .35 and not .6.
     Probe(
         name="min_p_and_top_p",
-        rule="top_p on what min_p left, or on the whole",
+        rule="top_p on what min_p left, or on all",
         wanted=(0.4, 0.25, 0.15, 0.1, 0.1),
         params={"min_p": 0.5, "top_p": 0.5},
         vllm=(0,),
@@ -219,7 +219,7 @@ _TOGETHER = (
     ),
     Probe(
         name="equal_rows",
-        rule="64 equal rows: one support, every draw in it",
+        rule="64 equal rows: one support, draws in it",
         wanted=_EIGHT,
         params={"top_k": 3, "top_p": 0.75},
         num_completions=64,
@@ -256,7 +256,7 @@ _TEMPERATURE = (
     ),
     Probe(
         name="temperature_tiny",
-        rule="0.01 with top_k 1 leaves one id, never none",
+        rule="0.01 leaves one id, never none",
         wanted=_FOUR,
         params={"temperature": 0.01, "top_k": 1, "top_p": 0.8},
         vllm=(0,),
@@ -313,7 +313,7 @@ _BANS = (
     ),
     Probe(
         name="bad_words_start",
-        rule="the second id of a word is free without the first",
+        rule="its second id is free without the first",
         wanted=_FOUR,
         params={"bad_words": ((2, 0),), "top_k": 2},
         vllm=(0, 1),
@@ -328,7 +328,7 @@ _BANS = (
     ),
     Probe(
         name="min_tokens",
-        rule="stop_token_ids are banned until they are out",
+        rule="stop_token_ids are banned until then",
         wanted=_FOUR,
         params={"stop_token_ids": (0,), "min_tokens": 1, "top_k": 2},
         vllm=(1, 2),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from keepmask.conform.client import JsonClient, NotFoundError, RefusedError
+from keepmask.conform.json_client import JsonClient, NotFoundError, RefusedError
 from keepmask.errors import BackendError, MaskError
 from keepmask.outputs import Rollout
 from keepmask.wire.peers import rollouts_from_sglang, rollouts_from_vllm

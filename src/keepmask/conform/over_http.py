@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice, permutations
 
-from keepmask.conform.client import CrashedError, RefusedError
-from keepmask.conform.forcing import LIFT, NotForcedError, Tokens, force, lifted, ties_hold
+from keepmask.conform.forcing import LIFT, NO_TIES, NotForcedError, Tokens, force, lifted, ties_hold
+from keepmask.conform.json_client import CrashedError, RefusedError
+from keepmask.conform.mask_routes import Drawn, Route
 from keepmask.conform.outcome import Observation, observed
 from keepmask.conform.probes import PROBES, Probe
-from keepmask.conform.routes import Drawn, Route
 from keepmask.errors import BackendError
 
 __all__ = ["PROMPT", "HttpTarget"]
@@ -73,7 +73,7 @@ class HttpTarget:
             if came[: len(before)] != before:
                 continue
             if probe.exact and not ties_hold(self._route, context, bias, ids, probe):
-                raise NotForcedError("needs logits that are equal to the bit, and this server's are not the same twice")
+                raise NotForcedError(NO_TIES)
             return _look(drawn, len(before), ids)
         if probe.output:
             raise NotForcedError(f"the tokens it needs before it never came out; the last were {came}")

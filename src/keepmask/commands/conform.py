@@ -1,0 +1,94 @@
+"""`keepmask conform`: which sampling rules an engine follows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from keepmask.conform.outcome import Report, Target, run_probes
+from keepmask.conform.probes import PROBES, PROFILES, Probe
+from keepmask.conform.table import WIDTH, page
+from keepmask.errors import ConfigError
+
+__all__ = ["add_arguments", "run"]
+
+_KEY_VARIABLE = "KEEPMASK_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = (
+        "Asks an engine a table of small questions whose answers are known for the profiles vllm, sglang and hf, and "
+        "prints which one it follows where. With a URL the engine is a server that returns sampling masks, made to "
+        "have each question's distribution by logit_bias; without one it is the sampler of this package."
+    )
+    parser.add_argument("url", nargs="?", metavar="URL", help="a server, such as http://127.0.0.1:8000")
+    parser.add_argument("--expect", choices=PROFILES, help="exit with 1 where the engine does not follow this profile")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
+    parser.add_argument(
+        "--semantics", choices=PROFILES, help="without a URL: the profile of the sampler asked (default: vllm)"
+    )
+    server = parser.add_argument_group("with a URL")
+    server.add_argument(
+        "--api",
+        choices=("vllm", "sglang"),
+        help="the route it speaks: /inference/v1/generate (vllm, the default) or /generate (sglang)",
+    )
+    server.add_argument("--api-key", metavar="KEY", help=f"the server's key (default: ${_KEY_VARIABLE})")
+    server.add_argument(
+        "--prompt-token-ids", type=int, nargs="+", metavar="ID", help="what the contexts begin with (default: 4 ids)"
+    )
+    server.add_argument("--eos-token-id", type=int, metavar="ID", help="the model's end token, for the probe about it")
+    server.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each answer (default: 60)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    report = _in_process(args) if args.url is None else _over_http(args)
+    if args.json:
+        sys.stdout.write(json.dumps(report.as_dict(args.expect)) + "\n")
+    else:
+        console = Console()
+        Console(width=max(WIDTH, console.width if console.is_terminal else 0)).print(page(report, args.expect))
+    return 0 if args.expect is None or report.passed(args.expect) else 1
+
+
+def _in_process(args: argparse.Namespace) -> Report:
+    for name in ("api", "api_key", "prompt_token_ids", "eos_token_id"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: belongs to a server; give its URL, or leave it out")
+    from keepmask.conform.in_process import InProcessTarget
+
+    return _ask(InProcessTarget(args.semantics or "vllm"))
+
+
+def _over_http(args: argparse.Namespace) -> Report:
+    if args.semantics is not None:
+        raise ConfigError("--semantics: chooses the profile of the sampler in this process; leave out it or the URL")
+    from keepmask.conform.json_client import JsonClient
+    from keepmask.conform.mask_routes import Route, SglangRoute, VllmRoute
+    from keepmask.conform.over_http import PROMPT, HttpTarget
+
+    prompt = args.prompt_token_ids or PROMPT
+    key = args.api_key or os.environ.get(_KEY_VARIABLE) or None
+    with JsonClient(args.url, api_key=key, timeout_s=args.timeout) as client:
+        route: Route = (SglangRoute if args.api == "sglang" else VllmRoute)(client, prompt)
+        return _ask(HttpTarget(client.url, route, prompt=prompt, eos_token_id=args.eos_token_id))
+
+
+def _ask(target: Target) -> Report:
+    """All probes, with a line on the terminal that says which is being asked."""
+    console = Console(stderr=True)
+    with ExitStack() as stack:
+        status = stack.enter_context(console.status("asking"))
+
+        def on_progress(probe: Probe) -> None:
+            status.update(f"asking {probe.name}")
+
+        return run_probes(target, PROBES, on_progress=on_progress)
