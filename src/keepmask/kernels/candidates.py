@@ -102,7 +102,7 @@ def decide(found: Candidates, table: DrawTable, V: int, out: Supports, *, impl: 
             draws.counts[m] = found.num_possible[m] % V
             draws.over_all[m] = draws.counts[m] != 0
             cut.bound[m], cut.first[m], cut.last[m] = -torch.inf, 1, 0
-            cut.log_weight[m] = found.sums[1, m].log()
+            cut.highest[m], cut.log_weight[m] = found.sums[0, m], found.sums[1, m].log()
             draws.token_logprobs[m] = logprobs_of(draws.token_s[m], cut, m)
         elif found.status[m] == OK:
             put_row(ids[row.keep], s[row.keep], table, cut, m, out)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keepmask.kernels.draw_table import DrawTable, Impl, use_triton
 
-__all__ = ["Cut", "Supports", "compact", "kept", "logprobs_of", "put_row"]
+__all__ = ["Cut", "Supports", "compact", "kept", "logprobs_of", "put_row", "wide_logprobs"]
 
 
 class Cut(NamedTuple):
@@ -88,8 +88,19 @@ def kept(s: Tensor, ids: Tensor, cut: Cut, m: int) -> Tensor:
 
 
 def logprobs_of(s: Tensor, cut: Cut, m: int) -> Tensor:
-    """float32 log-probabilities of entries of row m."""
-    return (s.double() - cut.highest[m] - cut.log_weight[m]).float()
+    """Log-probabilities of entries of row m, float32 and finite."""
+    return (s.double() - cut.highest[m] - cut.log_weight[m]).float().clamp_min(torch.finfo(torch.float32).min)
+
+
+def wide_logprobs(z: Tensor, table: DrawTable, cut: Cut, m: int, count: int) -> Tensor:
+    """[count] float32: the log-probabilities of row m's support, ids ascending. z: [V], its logits.
+
+    Nothing is read back from the device, so the number of ids must be known.
+    """
+    s = z / table["temperature"][m].float()
+    keep = kept(s, torch.arange(z.numel(), device=z.device), cut, m)
+    place = torch.where(keep, keep.cumsum(0) - 1, count)
+    return s.new_empty(count + 1).scatter_(0, place, logprobs_of(s, cut, m))[:count]
 
 
 def put_row(ids: Tensor, s: Tensor, table: DrawTable, cut: Cut, m: int, out: Supports) -> None:

@@ -20,6 +20,8 @@ __all__ = ["compact", "entries", "kept", "put_support"]
 SOURCE, TEMPERATURE = column("source"), column("temperature")
 MASK_SLOT, LOGPROBS_SLOT = column("mask_slot"), column("logprobs_slot")
 MIN_TILE, MAX_TILE = 64, 4096
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest float32, for log-probs below it."""
 
 
 @jit
@@ -59,7 +61,7 @@ def put_support(
         fits = keep & (place < width)
         tl.store(ids_ptr + slot * width + place, ids, mask=fits)
         if logprobs_slot >= 0:
-            logprobs = (s.to(tl.float64) - norm[0] - norm[1]).to(tl.float32)
+            logprobs = tl.maximum((s.to(tl.float64) - norm[0] - norm[1]).to(tl.float32), LOWEST)
             tl.store(logprobs_ptr + logprobs_slot * width + place, logprobs, mask=fits)
         count += tl.sum(keep.to(tl.int32), 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ class Drawn:
     """By row."""
 
     @classmethod
-    def empty(cls, rows: Sequence[SamplingRow]) -> Drawn:
+    def empty(cls, rows: Sequence[SamplingRow]) -> Self:
         """Nothing drawn yet."""
         B = len(rows)
         num_logprobs = max(row.params.logprobs or 0 for row in rows)

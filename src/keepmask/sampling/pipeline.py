@@ -16,6 +16,7 @@ from keepmask.params import SamplingParams
 from keepmask.sampling.batch import BatchParams, RowsCache
 from keepmask.sampling.capture import PendingMask
 from keepmask.sampling.checks import check_params, check_token_ids
+from keepmask.sampling.device import DeviceDraw
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.head import Head
 from keepmask.sampling.logprobs import BatchLogprobs
@@ -28,7 +29,7 @@ __all__ = ["SampledBatch", "Sampler"]
 if TYPE_CHECKING:
     from keepmask.sampling.fast import FastDraw
 
-Implementation = Literal["auto", "reference", "fast"]
+Implementation = Literal["auto", "reference", "fast", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,18 @@ class Sampler:
     rows, the implementation, or whether the mask is returned.
 
     impl: "reference" works on all of V by definition; "fast" selects candidates first; "auto" is "fast" where there is
-    a fast form for the device. Both draw the same tokens from the same supports.
+    a fast form for the device. "triton" is the fast form of CUDA devices, which a CPU runs under Triton's interpreter.
+    All draw the same tokens from the same supports.
     """
 
     def __init__(self, spec: SamplerSpec, *, impl: Implementation = "auto") -> None:
-        if impl not in ("auto", "reference", "fast"):
-            raise ConfigError(f"impl={impl!r}: must be 'auto', 'reference' or 'fast'")
+        if impl not in ("auto", "reference", "fast", "triton"):
+            raise ConfigError(f"impl={impl!r}: must be 'auto', 'reference', 'fast' or 'triton'")
         self.spec = spec
         self.impl = impl
         self._params = RowsCache(BatchParams.of)
         self._fast = _fast_draw(spec, impl)
+        self._on_device = _device_draw(spec, impl)
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError naming field, rule and remedy, if a request with these params cannot be served."""
@@ -113,6 +116,8 @@ class Sampler:
         device = head.logits.device
         if self._fast is not None and device.type == "cpu":
             return self._fast(head, rows)
+        if self._on_device is not None and (device.type == "cuda" or self.impl == "triton"):
+            return self._on_device(head, rows)
         if self.impl == "fast":
             raise ConfigError(f"impl='fast': there is no fast sampler for device {device}; use impl='auto'")
         return draw_reference(head, rows, self.spec, self._params.get(rows, device))
@@ -155,7 +160,7 @@ class Sampler:
 
 
 def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:
-    if impl == "reference":
+    if impl in ("reference", "triton"):
         return None
     if find_spec("numba") is None:
         if impl == "fast":
@@ -164,3 +169,13 @@ def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:
     from keepmask.sampling.fast import FastDraw
 
     return FastDraw(spec)
+
+
+def _device_draw(spec: SamplerSpec, impl: Implementation) -> DeviceDraw | None:
+    if impl == "reference":
+        return None
+    if find_spec("triton") is None:
+        if impl == "triton":
+            raise ConfigError("impl='triton': needs Triton, which PyTorch's builds for CUDA bring; use impl='auto'")
+        return None
+    return DeviceDraw(spec)
