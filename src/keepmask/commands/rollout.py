@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(
         **{"max_tokens": _DEFAULT_MAX_TOKENS, "logprobs": 0, "return_sampling_mask": True} | given(args, SamplingParams)
     )
-    options = {name: value for name, value in given(args, EngineConfig).items() if name not in params.model_fields}
+    options = {name: value for name, value in given(args, EngineConfig).items() if name not in SamplingParams.model_fields}
     options |= {"model": args.model, "seed": params.seed or 0, "logprobs_mode": "processed_logprobs"}
     config = EngineConfig(**options)
     num_done = roll_out(prompts, params.replace(seed=None), config, args.output, overwrite=args.overwrite)
