@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,7 +36,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
-        await service.engine.stop()
+        await asyncio.get_running_loop().run_in_executor(None, service.engine.close)
         service.texts.close()
 
     app = FastAPI(

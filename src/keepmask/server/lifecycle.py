@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from socket import socket
 from types import FrameType
 
 import uvicorn
@@ -25,14 +26,17 @@ class DrainingServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self._service.draining:
-            _log.warning("stopping at once; requests under way end where they stand")
-            self.force_exit = True
-        else:
-            _log.info("stopping; %d requests under way are finished first", len(self._service.tickets()))
-            self._service.drain()
+        """The signal handler: it may interrupt anything, so it only takes notes."""
+        self.force_exit = self.should_exit
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Called once `should_exit` was seen."""
+        _log.info("stopping; %d requests under way are finished first", len(self._service.tickets()))
+        self._service.drain()
+        await super().shutdown(sockets)
+        if self.force_exit:
+            _log.warning("stopped at once; %d requests were not finished", len(self._service.tickets()))
 
 
 def build_server(app: ASGIApp, service: Service) -> DrainingServer:

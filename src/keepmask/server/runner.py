@@ -77,13 +77,12 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="keepmask-engine", daemon=True)
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End the thread after its current step; requests in flight fail."""
-        if self._thread is None or self._loop is None:
-            return
+    def close(self) -> None:
+        """End the thread after its current step, and wait for that; requests in flight fail."""
         self._stopping = True
         self._wake.set()
-        await self._loop.run_in_executor(None, self._thread.join, _JOIN_S)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
 
     def submit(self, order: Order, news: asyncio.Event | None = None) -> Ticket:
         """Queue a request. news: the event its ticket shares with others. Raises EngineError once it has stopped."""
