@@ -13,6 +13,10 @@ VOCAB_SIZE = 512
 MAX_MODEL_LEN = 256
 BOS, EOS = 1, 2
 WINDOW = 8
+CHAT_TEMPLATE = """{% for message in messages -%}
+{{ raise_exception('no such role') if message['role'] not in ('user', 'assistant') -}}
+<bos>{{ message['role'] }}: {{ message['content'] }}<eos>
+{%- endfor %}{% if add_generation_prompt %}<bos>assistant: {% endif %}"""
 
 ARCHITECTURES = {
     "llama": {},
@@ -70,9 +74,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE({name: token_id for token_id, name in enumerate(names)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=10**9
     )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
