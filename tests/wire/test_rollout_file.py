@@ -183,6 +183,18 @@ def test_a_damaged_run_file_is_named(path):
         RolloutWriter(path, METADATA)
 
 
+def test_parts_of_another_run_are_never_taken_for_this_one(path):
+    with RolloutWriter(path, METADATA) as writer:
+        writer.write(group("1"))
+    (writer.folder / "run.json").unlink()  # as a crash while overwriting may leave it
+    with pytest.raises(ConfigError, match=r"part-000000\.parquet: holds another run"):
+        RolloutWriter(path, {**METADATA, "model": "big"})
+    with RolloutWriter(path, METADATA) as writer:
+        assert writer.completed() == {"1"}
+    with RolloutWriter(path, {**METADATA, "model": "big"}, overwrite=True) as writer:
+        assert writer.completed() == frozenset()
+
+
 def test_a_crash_between_merging_and_tidying_loses_and_doubles_nothing(path, tmp_path):
     with RolloutWriter(path, METADATA) as writer:
         writer.write(group("1"))

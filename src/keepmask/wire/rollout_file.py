@@ -60,6 +60,8 @@ class RolloutWriter:
         self._replaces = overwrite if begun is None else begun.replaces
         if begun is not None:
             self._check_same_run(self.folder, begun.run)
+        for part in [] if overwrite else _parts(self.folder):
+            self._check_same_run(part, read_footer(part).run)
         if self.path.exists() and not self._replaces:
             self._check_same_run(self.path, _run_of_existing(self.path))
         self._lock = self._open_folder(afresh=overwrite)
