@@ -16,6 +16,7 @@ from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.spec import SamplerSpec
+from keepmask.sampling.transfer import to_device
 
 __all__ = [
     "STEPS",
@@ -108,12 +109,13 @@ def ban_token_ids(work: ProcessedRows) -> None:
     for m, row in enumerate(work.rows):
         allowed = row.params.allowed_token_ids
         if allowed is not None:
-            kept = torch.as_tensor(allowed, device=work.logits.device)
+            kept = to_device(np.asarray(allowed, np.int64), work.logits.device)
             values = work.logits[m, kept]
             work.logits[m] = NEVER
             work.logits[m, kept] = values
     if work.spec.banned_token_ids:
-        work.logits[:, list(work.spec.banned_token_ids)] = NEVER
+        banned = to_device(np.asarray(work.spec.banned_token_ids, np.int64), work.logits.device)
+        work.logits.index_fill_(1, banned, NEVER)
     _ban(work, [row.stop_token_ids if row.bans_stop_tokens else () for row in work.rows])
 
 
@@ -121,8 +123,8 @@ def add_logit_bias(work: ProcessedRows) -> None:
     """z += bias."""
     for m, row in enumerate(work.rows):
         if bias := row.params.logit_bias:
-            values = torch.tensor(list(bias.values()), dtype=torch.float32, device=work.logits.device)
-            work.logits[m, list(bias)] += values
+            ids, values = np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+            work.logits[m, to_device(ids, work.logits.device)] += to_device(values, work.logits.device)
 
 
 def apply_penalties(work: ProcessedRows) -> None:
@@ -130,15 +132,15 @@ def apply_penalties(work: ProcessedRows) -> None:
     penalised = [(m, row.params, row.counts) for m, row in enumerate(work.rows) if row.counts is not None]
     if not penalised:
         return
-    lengths = torch.tensor([counts.ids.size for _, _, counts in penalised])
+    lengths = [counts.ids.size for _, _, counts in penalised]
     device = work.logits.device
 
     def per_id(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths).to(device)
+        return to_device(np.repeat(np.asarray(values, np.float32), lengths), device)
 
-    ids = torch.from_numpy(np.concatenate([counts.ids for _, _, counts in penalised])).to(device)
-    count = torch.from_numpy(np.concatenate([counts.counts for _, _, counts in penalised])).to(device).float()
-    rows = torch.tensor([m for m, _, _ in penalised]).repeat_interleave(lengths).to(device)
+    ids = to_device(np.concatenate([counts.ids for _, _, counts in penalised]), device)
+    count = to_device(np.concatenate([counts.counts for _, _, counts in penalised]), device).float()
+    rows = to_device(np.repeat([m for m, _, _ in penalised], lengths), device)
     repetition = per_id([params.repetition_penalty for _, params, _ in penalised])
     frequency = per_id([params.frequency_penalty for _, params, _ in penalised])
     presence = per_id([params.presence_penalty for _, params, _ in penalised])
@@ -208,7 +210,7 @@ def _ban(work: ProcessedRows, ids: Sequence[Sequence[int] | NDArray[np.int64]]) 
         flat = np.concatenate([np.asarray(row, np.int64) for row in ids if len(row)])
         assert flat.size == total
         device = work.logits.device
-        work.logits[torch.from_numpy(rows).to(device), torch.from_numpy(flat).to(device)] = NEVER
+        work.logits[to_device(rows, device), to_device(flat, device)] = NEVER
 
 
 def _read_only(array: NDArray[np.int64]) -> NDArray[np.int64]:
