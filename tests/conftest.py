@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    # Kernels in Triton then run on the CPU. It reads this when first imported, which PyTorch does in many places.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("check", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("check")

@@ -22,6 +22,7 @@ __all__ = [
     "gumbel",
     "jit",
     "least_key_from",
+    "near_noise",
     "noise_of",
     "order_key",
     "scaled",
@@ -82,10 +83,7 @@ def least_key_from(bound: tl.tensor) -> tl.tensor:
 
 @jit
 def noise_words(ids: tl.tensor, noise: tl.tuple) -> tl.tuple:
-    """The high 26 bits of x0 and x1 of Philox 4x32-10, as in `philox.uniform`.
-
-    ids: int32. noise: position, completion and seed, int64 scalars.
-    """
+    """The high 26 bits of x0 and x1 of Philox 4x32-10, as in `philox.uniform`. noise: as of `noise_of`."""
     position, completion, seed = noise
     c0 = ids.to(tl.uint32)
     zero = c0 & 0
@@ -110,18 +108,21 @@ def gumbel(ids: tl.tensor, noise: tl.tuple) -> tl.tensor:
 
 
 @jit
-def score_bounds(s: tl.tensor, ids: tl.tensor, noise: tl.tuple) -> tl.tuple:
-    """float32 below and above s + noise: cheap, and further from it than the rounding errors of either way.
-
-    Every step errs by a few units of 2**-22, the noise by less than 1e-4 in all; the bounds allow for 1e-3.
-    """
-    high, low = noise_words(ids, noise)
+def near_noise(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """`gumbel` of these words in float32, within 1e-4: every step errs by a few units of 2**-22."""
     u = (high.to(tl.float32) + (low.to(tl.float32) + 0.5) * 2.0**-26) * 2.0**-26
     # v = 1 - u, from the complements of the words, so that it keeps its digits where it is small
-    rest = (low.to(tl.int32) * -1 + 2**26).to(tl.float32) - 0.5
-    v = ((high.to(tl.int32) * -1 + (2**26 - 1)).to(tl.float32) + rest * 2.0**-26) * 2.0**-26
+    low_rest = (low.to(tl.int32) * -1 + 2**26).to(tl.float32) - 0.5
+    v = ((high.to(tl.int32) * -1 + (2**26 - 1)).to(tl.float32) + low_rest * 2.0**-26) * 2.0**-26
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3 + v * (0.25 + v * 0.2))))
-    g = -tl.log(tl.where(v < 0.0625, series, -tl.log(u)))
+    return -tl.log(tl.where(v < 0.0625, series, -tl.log(u)))
+
+
+@jit
+def score_bounds(s: tl.tensor, ids: tl.tensor, noise: tl.tuple) -> tl.tuple:
+    """float32 below and above s + `gumbel`: cheap, and further from it than the rounding errors of either way."""
+    high, low = noise_words(ids, noise)
+    g = near_noise(high, low)
     spread = 1e-3 + tl.abs(s) * 2.0**-20
     possible = s > float("-inf")
     return tl.where(possible, s + g - spread, s), tl.where(possible, s + g + spread, s)
