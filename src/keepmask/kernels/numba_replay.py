@@ -1,176 +1,231 @@
-"""The operations of `replay_pairs` compiled for the CPU: each row is read once, in its own type.
+"""The operations of `replay_pairs` and `replay_rows` compiled for the CPU: each row is read once, in its own type.
 
-Kernels run without the GIL on plain threads, as many as PyTorch uses: a second OpenMP pool would fight PyTorch's.
-Work is split between rows, so results do not depend on the number of threads. bfloat16 is read and written as the
-upper half of a float32; all sums are float32. Importing this module loads numba, so it is imported on first use.
+Work is split between rows, so results do not depend on the number of threads. All sums are float32, those over the
+pairs of a row float64. Importing this module loads numba, so it is imported on first use only.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
-from numba.core.cgutils import ir
-from numba.extending import intrinsic
-from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["add_weight_gradient", "hidden_gradient", "pair_logits"]
+from keepmask.kernels.numba_tools import array, compiled, exp, narrow, run, widen
 
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["add_weight_gradient", "hidden_gradient", "member_logprobs", "pair_gradient", "pair_logits", "row_stats"]
 
-_MIN_PAIRS_PER_THREAD = 512  # below it a thread costs more than it saves
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
-_REORDER = {"reassoc", "contract", "nsz", "arcp"}  # lets sums vectorise; NaN and inf keep their meaning
+_LEAST_PRODUCTS = 512  # pairs worth a thread: a row of the head each
+_LEAST_NUMBERS = 16384  # pairs worth a thread: a few numbers each
 
 
 def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     """`replay_pairs.pair_logits`."""
     out = torch.empty(ids.numel(), dtype=torch.float32)
-    _run(_pair_logits, offsets, _array(hidden), rows.numpy(), _array(weight), ids.numpy(), out.numpy())
+    arrays = (array(hidden), rows.numpy(), array(weight), ids.numpy(), out.numpy())
+    run(_pair_logits, *arrays, offsets=offsets, least=_LEAST_PRODUCTS)
     return out
 
 
 def hidden_gradient(out: Tensor, rows: Tensor, grad: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor) -> None:
     """`replay_pairs.hidden_gradient`."""
-    _run(_set_rows, offsets, _array(out), rows.numpy(), grad.numpy(), _array(weight), ids.numpy())
+    if not rows.numel():
+        out.zero_()
+        return
+    arrays = (array(out), rows.numpy(), grad.numpy(), array(weight), ids.numpy())
+    run(_set_rows, *arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 
-def add_weight_gradient(out: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor, rows: Tensor, offsets: Tensor) -> None:
+def add_weight_gradient(
+    out: Tensor, ids: Tensor, grad: Tensor, order: Tensor, hidden: Tensor, rows: Tensor, index: Tensor, offsets: Tensor
+) -> None:
     """`replay_pairs.add_weight_gradient`."""
-    _run(_add_rows, offsets, _array(out), ids.numpy(), grad.numpy(), _array(hidden), rows.numpy())
+    kernel = _add_rows_in_place if out.dtype == torch.float32 else _add_rows
+    tensors = (ids, grad, order)
+    arrays = (array(out), *(t.numpy() for t in tensors), array(hidden), rows.numpy(), index.numpy())
+    run(kernel, *arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 
-def _array(tensor: Tensor) -> NDArray[Any]:
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+def row_stats(z: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`replay_rows.row_stats`."""
+    peak, target = torch.empty(2, positions.numel())
+    total, weighted = torch.empty(2, positions.numel(), dtype=torch.float64)
+    arrays = tuple(t.numpy() for t in (z, positions, peak, total, weighted, target))
+    run(_row_stats, *arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    return peak, total, weighted, target
 
 
-def _run(kernel: Callable[..., None], offsets: Tensor, *arrays: NDArray[Any]) -> None:
-    """`kernel(*arrays, offsets, start, stop)` over all rows, on as many threads as the pairs are worth."""
-    bounds = offsets.numpy()
-    num_rows, num_pairs = bounds.size - 1, int(bounds[-1])
-    num_threads = max(1, min(torch.get_num_threads(), num_pairs // _MIN_PAIRS_PER_THREAD))
-    cuts = np.searchsorted(bounds, np.linspace(0, num_pairs, num_threads + 1))
-    cuts[0], cuts[-1] = 0, num_rows
-    shares = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
-    others = [threading.Thread(target=kernel, args=(*arrays, bounds, *share)) for share in shares[1:]]
-    for thread in others:
-        thread.start()
-    kernel(*arrays, bounds, *shares[0])
-    for thread in others:
-        thread.join()
+def member_logprobs(z: Tensor, offsets: Tensor, peak: Tensor, log_total: Tensor) -> Tensor:
+    """`replay_rows.member_logprobs`."""
+    out = torch.empty_like(z)
+    arrays = tuple(t.numpy() for t in (z, peak, log_total, out))
+    run(_member_logprobs, *arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    return out
 
 
-def _compiled(function: F) -> F:
-    try:
-        return cast(F, numba.njit(nogil=True, fastmath=_REORDER, cache=True)(function))
-    except RuntimeError:  # no folder to keep the compiled code in: compile once a process
-        return cast(F, numba.njit(nogil=True, fastmath=_REORDER)(function))
-
-
-def _inlined(function: Callable[..., Any]) -> Any:
-    return intrinsic(function)  # numba calls it without the typing context
-
-
-@_inlined
-def _widen(typing_context: Any, x: Any) -> Any:
-    """A float32 as it is; a uint16 as the bfloat16 whose bits it holds."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return args[0]
-        upper = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
-        return builder.bitcast(upper, ir.FloatType())
-
-    return types.float32(x), generate
-
-
-@_inlined
-def _narrow(typing_context: Any, x: Any, like: Any) -> Any:
-    """The inverse of `_widen`, in the type of `like`: rounded to the nearest bfloat16, ties to even."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if signature.args[1] == types.float32:
-            return args[0]
-        bits = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
-        upper = builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.select(is_nan, ir.Constant(_I16, 0x7FC0), upper)
-
-    return like(types.float32, like), generate
+def pair_gradient(
+    logprobs: Tensor,
+    offsets: Tensor,
+    positions: Tensor,
+    for_targets: Tensor | None,
+    for_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """`replay_rows.pair_gradient`."""
+    zeros = torch.zeros(positions.numel())
+    targets = zeros if for_targets is None else for_targets.contiguous()
+    weights, values = (zeros, zeros) if for_entropy is None else for_entropy
+    out = torch.empty_like(logprobs)
+    arrays = tuple(t.numpy() for t in (logprobs, positions, targets, weights.contiguous(), values, out))
+    run(_pair_gradient, *arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    return out
 
 
 # The loops over e are what is vectorised; four rows at a time keep the loads independent of each other.
 
 
-@_compiled
+@compiled
 def _pair_logits(hidden: Any, rows: Any, weight: Any, ids: Any, out: Any, offsets: Any, start: int, stop: int) -> None:
     size = hidden.shape[1]
     h = np.empty(size, np.float32)
     for a in range(start, stop):
         source = hidden[rows[a]]
         for e in range(size):
-            h[e] = _widen(source[e])
+            h[e] = widen(source[e])
         m, end = offsets[a], offsets[a + 1]
         while m + 4 <= end:
             w0, w1, w2, w3 = weight[ids[m]], weight[ids[m + 1]], weight[ids[m + 2]], weight[ids[m + 3]]
             s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for e in range(size):
-                s0 += h[e] * _widen(w0[e])
-                s1 += h[e] * _widen(w1[e])
-                s2 += h[e] * _widen(w2[e])
-                s3 += h[e] * _widen(w3[e])
+                s0 += h[e] * widen(w0[e])
+                s1 += h[e] * widen(w1[e])
+                s2 += h[e] * widen(w2[e])
+                s3 += h[e] * widen(w3[e])
             out[m], out[m + 1], out[m + 2], out[m + 3] = s0, s1, s2, s3
             m += 4
         while m < end:
             w0, s0 = weight[ids[m]], np.float32(0)
             for e in range(size):
-                s0 += h[e] * _widen(w0[e])
+                s0 += h[e] * widen(w0[e])
             out[m] = s0
             m += 1
 
 
-@_compiled
-def _sum_rows(total: Any, grad: Any, table: Any, index: Any, m: int, end: int) -> None:
-    """total = sum of grad[m] * table[index[m]] over m up to end."""
-    size = total.size
-    total[:] = 0
-    while m + 4 <= end:
-        g0, g1, g2, g3 = grad[m], grad[m + 1], grad[m + 2], grad[m + 3]
-        w0, w1, w2, w3 = table[index[m]], table[index[m + 1]], table[index[m + 2]], table[index[m + 3]]
+@compiled
+def _set_rows(out: Any, rows: Any, grad: Any, weight: Any, ids: Any, offsets: Any, start: int, stop: int) -> None:
+    """Row rows[a] of `out` gets the sum of grad[m] * weight[ids[m]] over the pairs of a; rows in between get 0."""
+    size = out.shape[1]
+    total = np.empty(size, np.float32)
+    for a in range(start, stop):
+        for t in range(rows[a - 1] + 1 if a > 0 else 0, rows[a]):
+            out[t] = 0
+        total[:] = 0
+        m, end = offsets[a], offsets[a + 1]
+        while m + 4 <= end:
+            g0, g1, g2, g3 = grad[m], grad[m + 1], grad[m + 2], grad[m + 3]
+            w0, w1, w2, w3 = weight[ids[m]], weight[ids[m + 1]], weight[ids[m + 2]], weight[ids[m + 3]]
+            for e in range(size):
+                total[e] += (g0 * widen(w0[e]) + g1 * widen(w1[e])) + (g2 * widen(w2[e]) + g3 * widen(w3[e]))
+            m += 4
+        while m < end:
+            g0, w0 = grad[m], weight[ids[m]]
+            for e in range(size):
+                total[e] += g0 * widen(w0[e])
+            m += 1
+        target = out[rows[a]]
         for e in range(size):
-            total[e] += (g0 * _widen(w0[e]) + g1 * _widen(w1[e])) + (g2 * _widen(w2[e]) + g3 * _widen(w3[e]))
+            target[e] = narrow(total[e], target[e])
+    if stop == rows.size:
+        for t in range(rows[stop - 1] + 1, out.shape[0]):
+            out[t] = 0
+
+
+@compiled
+def _add_products(total: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, m: int, end: int) -> None:
+    """Adds grad[order[m]] * hidden[rows[index[m]]] for m up to end to `total`, float32."""
+    size = total.size
+    while m + 4 <= end:
+        g0, g1, g2, g3 = grad[order[m]], grad[order[m + 1]], grad[order[m + 2]], grad[order[m + 3]]
+        h0, h1 = hidden[rows[index[m]]], hidden[rows[index[m + 1]]]
+        h2, h3 = hidden[rows[index[m + 2]]], hidden[rows[index[m + 3]]]
+        for e in range(size):
+            total[e] += (g0 * widen(h0[e]) + g1 * widen(h1[e])) + (g2 * widen(h2[e]) + g3 * widen(h3[e]))
         m += 4
     while m < end:
-        g0, w0 = grad[m], table[index[m]]
+        g0, h0 = grad[order[m]], hidden[rows[index[m]]]
         for e in range(size):
-            total[e] += g0 * _widen(w0[e])
+            total[e] += g0 * widen(h0[e])
         m += 1
 
 
-@_compiled
-def _set_rows(out: Any, rows: Any, grad: Any, weight: Any, ids: Any, offsets: Any, start: int, stop: int) -> None:
-    total = np.empty(out.shape[1], np.float32)
-    for a in range(start, stop):
-        _sum_rows(total, grad, weight, ids, offsets[a], offsets[a + 1])
-        target = out[rows[a]]
-        for e in range(total.size):
-            target[e] = _narrow(total[e], target[e])
-
-
-@_compiled
-def _add_rows(out: Any, ids: Any, grad: Any, hidden: Any, rows: Any, offsets: Any, start: int, stop: int) -> None:
+@compiled
+def _add_rows(
+    out: Any, ids: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, offsets: Any, start: int, stop: int
+) -> None:
+    """For a bfloat16 `out`: a sum is formed aside, added and rounded once."""
     total = np.empty(out.shape[1], np.float32)
     for u in range(start, stop):
-        _sum_rows(total, grad, hidden, rows, offsets[u], offsets[u + 1])
+        total[:] = 0
+        _add_products(total, grad, order, hidden, rows, index, offsets[u], offsets[u + 1])
         target = out[ids[u]]
         for e in range(total.size):
-            target[e] = _narrow(_widen(target[e]) + total[e], target[e])
+            target[e] = narrow(widen(target[e]) + total[e], target[e])
+
+
+@compiled
+def _add_rows_in_place(
+    out: Any, ids: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, offsets: Any, start: int, stop: int
+) -> None:
+    """For a float32 `out`."""
+    for u in range(start, stop):
+        _add_products(out[ids[u]], grad, order, hidden, rows, index, offsets[u], offsets[u + 1])
+
+
+_NEGLIGIBLE = np.float32(-64)  # as in `replay_rows`
+
+
+@compiled
+def _row_stats(
+    z: Any, positions: Any, peak: Any, total: Any, weighted: Any, target: Any, offsets: Any, start: int, stop: int
+) -> None:
+    for a in range(start, stop):
+        high = np.float32(-np.inf)
+        for m in range(offsets[a], offsets[a + 1]):
+            high = z[m] if z[m] > high else high
+        one, other = 0.0, 0.0
+        for m in range(offsets[a], offsets[a + 1]):
+            centred = z[m] - high
+            centred = _NEGLIGIBLE if centred < _NEGLIGIBLE else centred
+            weight = exp(centred)
+            one += weight
+            other += weight * centred
+        peak[a], total[a], weighted[a] = high, one, other
+        target[a] = z[positions[a]] if positions[a] >= 0 else 0
+
+
+@compiled
+def _member_logprobs(z: Any, peak: Any, log_total: Any, out: Any, offsets: Any, start: int, stop: int) -> None:
+    for a in range(start, stop):
+        for m in range(offsets[a], offsets[a + 1]):
+            out[m] = (z[m] - peak[a]) - log_total[a]
+
+
+@compiled
+def _pair_gradient(
+    logprobs: Any,
+    positions: Any,
+    targets: Any,
+    weights: Any,
+    values: Any,
+    out: Any,
+    offsets: Any,
+    start: int,
+    stop: int,
+) -> None:
+    for a in range(start, stop):
+        for m in range(offsets[a], offsets[a + 1]):
+            logprob = _NEGLIGIBLE if logprobs[m] < _NEGLIGIBLE else logprobs[m]
+            prob = np.float32(0) if logprobs[m] < _NEGLIGIBLE else exp(logprob)
+            out[m] = -prob * (targets[a] + weights[a] * (logprob + values[a]))
+        if positions[a] >= 0:
+            out[positions[a]] += targets[a]

@@ -47,7 +47,7 @@ def pair_gradients(
     out_weight: Tensor | None,
 ) -> None:
     """Equals, for logit gradients G [A, V] that are `grad` at the pairs and zero elsewhere,
-    `out_hidden[rows] = G @ weight; out_weight += G.T @ hidden[rows]`.
+    `out_hidden.zero_(); out_hidden[rows] = G @ weight; out_weight += G.T @ hidden[rows]`.
 
     grad: [M]. out_hidden: [T, E]. out_weight: [V, E]. The rest as in `pair_logits`.
     """
@@ -61,6 +61,7 @@ def pair_gradients(
         if out_weight is not None:
             out_weight[start:stop] += (logits_grad.T @ states).to(out_weight.dtype)
     if out_hidden is not None and for_hidden is not None:
+        out_hidden.zero_()
         out_hidden[rows] = for_hidden.to(out_hidden.dtype)
 
 

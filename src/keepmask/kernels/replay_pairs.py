@@ -94,14 +94,15 @@ def hidden_gradient(
     max_pairs: int,
     impl: Impl,
 ) -> None:
-    """Equals `out[rows] = zeros(A, E).index_add(0, index, grad[:, None] * weight[ids])`, each sum rounded once.
+    """Equals `out.zero_(); out[rows] = zeros(A, E).index_add(0, index, grad[:, None] * weight[ids])`.
 
-    out: [T, E], its other rows are left as they are. grad: [M]. weight: [V, E].
+    out: [T, E], each sum rounded to its type once. rows: [A], ascending. grad: [M]. weight: [V, E].
     """
     if impl == "numba":
         from keepmask.kernels import numba_replay
 
         return numba_replay.hidden_gradient(out, rows, grad, weight, ids, offsets)
+    out.zero_()
     if weight.dtype == grad.dtype:
         out[rows] = _weighted_sums(weight, ids, offsets, grad).to(out.dtype)
         return None
@@ -113,33 +114,45 @@ def hidden_gradient(
 
 
 def add_weight_gradient(
-    out: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor, rows: Tensor, offsets: Tensor, *, impl: Impl
+    out: Tensor,
+    ids: Tensor,
+    grad: Tensor,
+    order: Tensor,
+    hidden: Tensor,
+    rows: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    *,
+    impl: Impl,
 ) -> None:
-    """Equals `out[ids] += weight_gradient_rows(grad, hidden, rows, offsets)`, each sum rounded once.
+    """Equals `out[ids] += weight_gradient_rows(grad, order, hidden, rows, index, offsets)`.
 
     out: [V, E], of any floating-point type. ids: [U] int64, distinct. The rest as there.
     """
     if impl == "numba":
         from keepmask.kernels import numba_replay
 
-        return numba_replay.add_weight_gradient(out, ids, grad, hidden, rows, offsets)
+        return numba_replay.add_weight_gradient(out, ids, grad, order, hidden, rows, index, offsets)
     step = max(1, _BLOCK_FLOATS // hidden.shape[1]) if out.device.type == "cpu" else max(1, ids.numel())
-    hidden = hidden.to(grad.dtype)
+    states, hidden, grad = rows[index], hidden.to(grad.dtype), grad[order]
     for start in range(0, ids.numel(), step):
         block = slice(start, min(start + step, ids.numel()))
         bounds = offsets[block.start : block.stop + 1]
         pairs = slice(None) if step == ids.numel() else slice(int(bounds[0]), int(bounds[-1]))
-        sums = _weighted_sums(hidden, rows[pairs], bounds - bounds[0], grad[pairs])
+        sums = _weighted_sums(hidden, states[pairs], bounds - bounds[0], grad[pairs])
         out[ids[block]] = (out[ids[block]] + sums).to(out.dtype)
     return None
 
 
-def weight_gradient_rows(grad: Tensor, hidden: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """[U, E]: row u is the sum of `grad[m] * hidden[rows[m]]` over m in offsets[u]:offsets[u + 1].
+def weight_gradient_rows(
+    grad: Tensor, order: Tensor, hidden: Tensor, rows: Tensor, index: Tensor, offsets: Tensor
+) -> Tensor:
+    """[U, E]: row u is the sum of `grad[order[m]] * hidden[rows[index[m]]]` over m in offsets[u]:offsets[u + 1].
 
-    grad: [M], the pairs ordered by id. hidden: [T, E]. rows: [M] int64, the hidden state of each. offsets: [U+1].
+    grad: [M], in the order of the pairs. order: [M] int64, the pairs by id; index: [M] int64, the row of each of them
+    in that order. hidden: [T, E]. rows: [A] int64. offsets: [U+1] int64.
     """
-    return _weighted_sums(hidden.to(grad.dtype), rows, offsets, grad)
+    return _weighted_sums(hidden.to(grad.dtype), rows[index], offsets, grad[order])
 
 
 def _sampled_product(hidden: Tensor, weight: Tensor, ids: Tensor, index: Tensor, offsets: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +19,12 @@ __all__ = ["HeadOptions", "head_scores", "table_scores"]
 
 def table_scores(logits: Tensor, job: Job) -> ScoreTensors:
     """The scores of `job` out of logits [T, V], differentiable in them."""
-    return ScoreTensors(*_TableScores.apply(logits, job))
+    return ScoreTensors(*_TableScores.apply(logits, job))  # type: ignore[no-untyped-call]
 
 
 def head_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, options: HeadOptions) -> ScoreTensors:
     """The scores of `job` out of hidden states [T, E] and a head [V, E], differentiable in them and in the bias [V]."""
-    return ScoreTensors(*_HeadScores.apply(hidden, weight, bias, job, options))
+    return ScoreTensors(*_HeadScores.apply(hidden, weight, bias, job, options))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -126,17 +127,27 @@ def _gradient_buffers(
     dtype = wide(hidden.dtype)
     if needed[0]:
         # Parts of several processes are added up before they are rounded to the type of the hidden states.
-        out.hidden = torch.zeros_like(hidden, dtype=dtype if job.vocab_parallel is not None else None)
+        out.hidden = torch.empty_like(hidden, dtype=dtype if job.vocab_parallel is not None else None)
         same = out.hidden.dtype == dtype or not job.plan.full_rows.numel()
         out.full_hidden = out.hidden if same else torch.zeros_like(hidden, dtype=dtype)
     if needed[1] and options.weight_grad == "accumulate":
         out.weight = _accumulated(options.parameter)
     elif needed[1] and options.weight_grad == "dense":
-        out.weight = torch.zeros_like(weight)
+        out.weight = _zeros_like(weight)
     out.wants_rows = needed[1] and options.weight_grad == "sparse_rows"
     if bias is not None and needed[2]:
         out.bias = torch.zeros_like(bias, dtype=dtype)
     return out
+
+
+def _zeros_like(weight: Tensor) -> Tensor:
+    """Zeros for a gradient of which few rows will be touched."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return torch.zeros_like(weight)
+    # NumPy's zeros are pages that the system provides when they are first touched; PyTorch's are written one by one.
+    narrow = weight.dtype == torch.bfloat16
+    zeros = torch.from_numpy(np.zeros(weight.shape, np.int16 if narrow else np.float32))
+    return zeros.view(torch.bfloat16) if narrow else zeros
 
 
 def _finished_hidden(out: HeadGradients, hidden: Tensor, job: Job) -> Tensor | None:

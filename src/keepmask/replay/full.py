@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from keepmask.kernels.replay_rows import NEGLIGIBLE, probabilities
 from keepmask.replay.ids import places_in
-from keepmask.replay.pairs import NEGLIGIBLE, RowStats, probabilities
+from keepmask.replay.pairs import RowStats, merge
 from keepmask.replay.source import BLOCK_FLOATS, Block, LogitSource
 from keepmask.replay.transforms import TokenTransforms
 
@@ -29,21 +30,8 @@ def full_stats(source: LogitSource, rows: Tensor, targets: Tensor, transforms: T
             z = _transformed(block, rows[part], transforms)[1]
             new = _block_stats(z, block.ids, targets[part])
             old = RowStats(peak[part], total[part], weighted[part], target[part])
-            peak[part], total[part], weighted[part], target[part] = merge_stats(old, new)
+            peak[part], total[part], weighted[part], target[part] = merge(old, new)
     return RowStats(peak, total, weighted, target)
-
-
-def merge_stats(first: RowStats, second: RowStats) -> RowStats:
-    """The statistics of two disjoint shares of the vocabulary together."""
-    peak = torch.maximum(first.peak, second.peak)
-    total, weighted = torch.zeros_like(first.total), torch.zeros_like(first.total)
-    for share in (first, second):
-        # A share with nothing in it has peak -inf and total 0; -inf - (-inf) must not be formed.
-        shift = torch.where(share.total > 0, share.peak - peak, 0.0).double()
-        scale = torch.where(share.total > 0, shift.exp(), 0.0)
-        total += share.total * scale
-        weighted += (share.weighted + share.total * shift) * scale
-    return RowStats(peak, total, weighted, first.target + second.target)
 
 
 def full_backward(

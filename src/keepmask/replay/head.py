@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from keepmask.kernels import replay_dense, replay_pairs
-from keepmask.kernels.replay_pairs import wide
-from keepmask.replay.pairs import row_sums
+from keepmask.kernels.replay_pairs import Impl, wide
+from keepmask.kernels.replay_rows import row_sums
 from keepmask.replay.source import BLOCK_FLOATS, Block
 from keepmask.replay.support import Support
 
@@ -55,7 +55,7 @@ class HeadGradients:
     """Where the gradients of a head go; None where one is not wanted."""
 
     hidden: Tensor | None = None
-    """[T, E] zeros of the type of the hidden states: rows scored on pairs are written."""
+    """[T, E] of the type of the hidden states, any values: set by the backward over pairs, to 0 in other rows."""
     full_hidden: Tensor | None = None
     """[T, E] zeros in the type of the arithmetic, or `hidden`: rows scored on the whole vocabulary are added up."""
     weight: Tensor | None = None
@@ -93,6 +93,7 @@ class HeadLogits:
         self.max_pairs = max_pairs
         self.gradients = gradients or HeadGradients()
         self.dtype = wide(hidden.dtype)
+        self.row_impl: Impl = "numba" if products == "numba" else "gather"
 
     def pairs(self, rows: Tensor, support: Support) -> Tensor:
         """`LogitSource.pairs`."""
@@ -134,16 +135,16 @@ class HeadLogits:
 
     def _head_backward(self, rows: Tensor, support: Support, grad: Tensor) -> None:
         """The gradients of the weight and the bias: sums over the pairs of each id, in the order of the ids."""
-        out, (order, pair_rows, distinct, offsets) = self.gradients, support.by_id
-        grad, ids = grad[order], self._head_rows(distinct)
+        out, (order, index, distinct, offsets) = self.gradients, support.by_id
+        ids = self._head_rows(distinct)
         if out.bias is not None:
-            out.bias[ids] += row_sums(grad, offsets).to(out.bias.dtype)
+            out.bias[ids] += row_sums(grad[order], offsets).to(out.bias.dtype)
         if out.wants_rows:
-            sums = replay_pairs.weight_gradient_rows(grad, self.hidden, rows[pair_rows], offsets)
+            sums = replay_pairs.weight_gradient_rows(grad, order, self.hidden, rows, index, offsets)
             out.weight_rows = (ids, sums)
         elif out.weight is not None and self.products != "dense":
             replay_pairs.add_weight_gradient(
-                out.weight, ids, grad, self.hidden, rows[pair_rows], offsets, impl=self.products
+                out.weight, ids, grad, order, self.hidden, rows, index, offsets, impl=self.products
             )
 
     def _dense_backward(self, rows: Tensor, support: Support, grad: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -212,9 +212,10 @@ def _reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: HeadFo
     if form.rounding is not None:
         products = products + (products.detach().to(torch.bfloat16).double() - products.detach())
         form = replace(form, rounding=None)
-    tensors = table_scores(form.apply(products), job)
+    scores: dict[str, Tensor | None] = table_scores(form.apply(products), job)._asdict()
     dtype = wide(hidden.dtype)
-    return _named(ScoreTensors(*(None if tensor is None else tensor.to(dtype) for tensor in tensors)), job)
+    narrowed: dict[str, Any] = {name: value if value is None else value.to(dtype) for name, value in scores.items()}
+    return SupportScores(row_status=job.plan.status, **narrowed)
 
 
 def _products(impl: Impl, hidden: Tensor, weight: Tensor, job: Job, vocab_size: int) -> Products:

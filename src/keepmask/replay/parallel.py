@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepmask.replay.full import merge_stats
-from keepmask.replay.pairs import RowStats
+from keepmask.replay.pairs import RowStats, merge
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +56,7 @@ class VocabParallel:
         dist.all_gather_into_tensor(shares, own, group=self.group)
         merged, *others = (_unstacked(share) for share in shares)
         for other in others:
-            merged = merge_stats(merged, other)
+            merged = merge(merged, other)
         return merged
 
     def sum(self, values: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from keepmask.kernels.replay_rows import member_logprobs, pair_gradient, row_stats, row_sums
 from keepmask.replay.full import full_backward, full_stats
-from keepmask.replay.pairs import RowStats, divergence, finish, member_logprobs, pair_gradient, row_stats, row_sums
+from keepmask.replay.pairs import RowStats, divergence, divergence_gradient, finish, members_gradient
 from keepmask.replay.parallel import VocabParallel
 from keepmask.replay.plan import Plan
 from keepmask.replay.scores import RowStatus
@@ -116,13 +117,14 @@ def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
     rows, (support, pairs, positions) = plan.active.rows, share
     logits = source.pairs(rows, support)
     z = job.pair_transforms(share).apply(logits).to(source.dtype)
-    stats = _merged(row_stats(z, support.row_index, support.offsets, positions), job)
+    index, offsets, impl = support.row_index, support.offsets, source.row_impl
+    stats = _merged(RowStats(*row_stats(z, index, offsets, positions, impl=impl)), job)
     scores = finish(stats)
-    logprobs = member_logprobs(z, support.row_index, stats)
+    logprobs = member_logprobs(z, index, offsets, stats.peak, scores.log_total, impl=impl)
     kl = None
     if job.ref_member_logprobs is not None:
         reference = job.ref_member_logprobs[pairs]
-        kl = _summed(row_sums(divergence(logprobs, reference), support.offsets), job).to(source.dtype)
+        kl = _summed(row_sums(divergence(logprobs, reference), offsets), job).to(source.dtype)
     full = finish(_full_stats(source, job, plan.full_rows))
 
     num_rows = job.targets.numel()
@@ -147,22 +149,23 @@ def send_back(source: LogitSource, job: Job, kept: Kept, gradients: ScoreGradien
     """Send the gradients of the scores back to the logits of `source`."""
     plan, share = job.plan, job.share()
     rows, (support, pairs, positions) = plan.active.rows, share
-    for_members = None
-    if gradients.member_logprobs is not None:
-        weights = gradients.member_logprobs[pairs]
-        for_members = (weights, _summed(row_sums(weights, support.offsets), job))
-    for_kl = None
-    if gradients.kl is not None and kept.kl is not None and job.ref_member_logprobs is not None:
-        for_kl = (gradients.kl[rows], kept.kl, job.ref_member_logprobs[pairs])
+    index = support.row_index
     grad = pair_gradient(
         kept.logprobs,
-        support.row_index,
+        index,
+        support.offsets,
         positions,
-        for_targets=None if gradients.logprobs is None else gradients.logprobs[rows],
-        for_entropy=None if gradients.entropy is None else (gradients.entropy[rows], kept.entropy),
-        for_kl=for_kl,
-        for_members=for_members,
+        None if gradients.logprobs is None else gradients.logprobs[rows],
+        None if gradients.entropy is None else (gradients.entropy[rows], kept.entropy),
+        impl=source.row_impl,
     )
+    if gradients.kl is not None and kept.kl is not None and job.ref_member_logprobs is not None:
+        weights, reference = gradients.kl[rows], job.ref_member_logprobs[pairs]
+        grad += divergence_gradient(kept.logprobs, reference, weights[index], kept.kl[index])
+    if gradients.member_logprobs is not None:
+        weights = gradients.member_logprobs[pairs]
+        sums = _summed(row_sums(weights, support.offsets), job).to(grad.dtype)
+        grad += members_gradient(kept.logprobs, weights, sums[index])
     slope = job.pair_transforms(share).slope(kept.logits)
     grad = grad if slope is None else (grad * slope).to(source.dtype)
     source.backward_pairs(rows, support, kept.logits, grad)

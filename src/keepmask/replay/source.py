@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_pairs import wide
+from keepmask.kernels.replay_pairs import Impl, wide
 from keepmask.replay.support import Support
 
 __all__ = ["Block", "LogitSource", "TableLogits"]
@@ -35,6 +35,8 @@ class LogitSource(Protocol):
 
     dtype: torch.dtype
     """The type of the arithmetic and of the logits given: float32 or float64."""
+    row_impl: Impl
+    """How to compute on the pairs of rows (`replay_rows`)."""
 
     def pairs(self, rows: Tensor, support: Support) -> Tensor:
         """[M]: the logit of every pair of `support`, whose row a is token `rows[a]`."""
@@ -54,6 +56,7 @@ class TableLogits:
         self.table = logits
         self.grad = grad
         self.dtype = wide(logits.dtype)
+        self.row_impl: Impl = "gather"
         self.ids = range(logits.shape[1])
 
     def pairs(self, rows: Tensor, support: Support) -> Tensor:

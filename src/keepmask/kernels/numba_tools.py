@@ -1,0 +1,131 @@
+"""What compiled CPU kernels share: bfloat16 as raw bits, an exponential that vectorises, and plain threads.
+
+Importing this module loads numba, so it is imported on first use only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.core.cgutils import ir
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["array", "compiled", "exp", "narrow", "run", "widen"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
+_REORDER = {"reassoc", "contract", "nsz", "arcp"}  # lets sums vectorise; NaN and inf keep their meaning
+
+
+def compiled(function: F) -> F:
+    """`function` compiled without the GIL, from numba's cache where there is a folder for it."""
+    try:
+        return cast(F, numba.njit(nogil=True, fastmath=_REORDER, cache=True)(function))
+    except RuntimeError:  # no folder to keep the code in: compile once a process
+        return cast(F, numba.njit(nogil=True, fastmath=_REORDER)(function))
+
+
+def array(tensor: Tensor) -> NDArray[Any]:
+    """The memory of a CPU tensor; a bfloat16 one as the uint16 bits."""
+    tensor = tensor.detach()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def run(kernel: Callable[..., None], *arrays: NDArray[Any], offsets: Tensor, least: int) -> None:
+    """`kernel(*arrays, offsets, start, stop)` over all rows, on up to as many threads as PyTorch uses.
+
+    offsets: [A+1] int64, by which rows are dealt out evenly. least: how many pairs are worth a thread.
+
+    Plain threads: a second OpenMP pool would fight PyTorch's, whose threads spin for a while after each operation.
+    """
+    bounds = offsets.numpy()
+    num_rows, num_pairs = bounds.size - 1, int(bounds[-1])
+    num_threads = max(1, min(torch.get_num_threads(), num_pairs // least))
+    if num_threads == 1:
+        kernel(*arrays, bounds, 0, num_rows)
+        return
+    cuts = np.searchsorted(bounds, np.linspace(0, num_pairs, num_threads + 1)).tolist()
+    cuts[0], cuts[-1] = 0, num_rows
+    first, *rest = pairwise(cuts)
+    others = [_threads(num_threads - 1).submit(kernel, *arrays, bounds, *share) for share in rest]
+    kernel(*arrays, bounds, *first)
+    for other in others:
+        other.result()
+
+
+@cache
+def _threads(number: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(number, thread_name_prefix="keepmask-kernels")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not follow into a forked process
+
+
+def _inlined(function: Callable[..., Any]) -> Any:
+    return intrinsic(function)  # numba calls it without the typing context
+
+
+@_inlined
+def widen(typing_context: Any, x: Any) -> Any:
+    """A float32 as it is; a uint16 as the bfloat16 whose bits it holds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        upper = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
+        return builder.bitcast(upper, ir.FloatType())
+
+    return types.float32(x), generate
+
+
+@_inlined
+def narrow(typing_context: Any, x: Any, like: Any) -> Any:
+    """The inverse of `widen`, in the type of `like`: rounded to the nearest bfloat16, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[1] == types.float32:
+            return args[0]
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+        upper = builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.select(is_nan, ir.Constant(_I16, 0x7FC0), upper)
+
+    return like(types.float32, like), generate
+
+
+@_inlined
+def _from_bits(typing_context: Any, x: Any) -> Any:
+    """The float32 whose bits an int32 holds."""
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
+
+
+@numba.njit(nogil=True, fastmath={"contract"})
+def exp(x: Any) -> Any:
+    """e**x in float32, within 2 units in the last place, for x in [-80, 80]; NaN for NaN."""
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    # ln 2 in two parts (Cody and Waite), so that the remainder is exact.
+    r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = _from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (p * r * r + r + np.float32(1)) * power
