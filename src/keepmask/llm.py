@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
 from keepmask.engine.request import Request
+from keepmask.engine.weights import read_safetensors, safetensors_files
 from keepmask.errors import ConfigError, EngineError, RequestError
 from keepmask.outputs import RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LLM", "Prompt"]
 
@@ -141,6 +146,29 @@ class LLM:
                         return
         finally:
             self.engine.abort([request.request_id])
+
+    def update_weights(
+        self,
+        weights: Mapping[str, Tensor] | str | Path,
+        *,
+        version: str | None = None,
+        partial: bool = False,
+        cast: bool = False,
+    ) -> str:
+        """Replace the model's weights; returns the version that `weight_versions` tells from now on.
+
+        weights: tensors by their names in the model's state dict, or a safetensors file or a folder of them. All must
+        be there, in the model's shapes and type, or nothing is changed; partial leaves what is not given as it is, and
+        cast rounds other floating-point types. version: by default the old one plus one. Requests that `stream` has
+        under way go on. Raises RequestError naming what does not fit.
+        """
+        stage = self.engine.stage_weights(partial=partial, cast=cast)
+        if isinstance(weights, Mapping):
+            stage.add(weights)
+        else:
+            for file in safetensors_files(Path(weights)):
+                stage.add(read_safetensors(file.read_bytes(), name=str(file)))
+        return self.engine.update_weights(stage, version)
 
     def step(self) -> list[Request]:
         """One step of the engine; returns the requests that have new tokens or ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
-import tiny
 import torch
 
+import tiny
 from keepmask import LLM, RequestError, SamplingParams
 from keepmask.engine.weights import WeightStage, checksum, read_safetensors
 
@@ -291,16 +292,8 @@ def test_bytes_that_are_no_safetensors_file_are_refused(old):
         else:
             for _ in range(4):  # the header, where structure is
                 damaged[chance.randrange(2000)] = chance.randrange(256)
-        try:
-            tensors = read_safetensors(bytes(damaged))
-        except RequestError as error:
-            assert error.param == "weights"
-        else:
-            stage = old.engine.stage_weights(partial=True)
-            try:
-                stage.add(tensors)
-            except RequestError as error:
-                assert error.param == "weights"
+        with contextlib.suppress(RequestError):  # any other exception fails the test
+            old.engine.stage_weights(partial=True).add(read_safetensors(bytes(damaged)))
 
 
 @pytest.mark.parametrize("path", ["nothing", "file.bin", "empty"])

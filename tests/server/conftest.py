@@ -7,12 +7,24 @@ from pathlib import Path
 
 import pytest
 from serving import Serving
-from tiny_model import save_checkpoint
+
+import tiny
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<bos>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments.a }}){% endfor %}"
+    "<eos>\n{% endfor %}{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+    """A random Llama with a context of 512 tokens, a tokenizer that maps every id, and a chat template."""
+    folder = tiny.save(tmp_path_factory.mktemp("served"), "llama", max_position_embeddings=512)
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -33,13 +33,13 @@ def test_name_in_the_api_can_be_chosen(checkpoint: Path):
 def test_tokenize_and_detokenize_are_the_tokenizers(serving: Serving):
     tokenizer = serving.engine.tokenizer
     assert tokenizer is not None
-    answer = serving.client.post("/tokenize", json={"prompt": "a b<|im_end|>", "return_token_strs": True}).json()
-    assert answer["tokens"] == tokenizer.encode("a b<|im_end|>")
+    answer = serving.client.post("/tokenize", json={"prompt": "a b<eos>", "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode("a b<eos>")
     assert answer["count"] == 4
     assert answer["max_model_len"] == 512
     assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(answer["tokens"])
     back = serving.client.post("/detokenize", json={"tokens": answer["tokens"]}).json()
-    assert back == {"prompt": "a b<|im_end|>"}
+    assert back == {"prompt": "a b<eos>"}
     messages = [{"role": "user", "content": "hi"}]
     chat = serving.client.post("/tokenize", json={"messages": messages}).json()
     assert chat["tokens"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]

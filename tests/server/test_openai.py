@@ -135,7 +135,7 @@ def test_chat_is_what_the_engine_alone_draws(client: openai.OpenAI, serving: Ser
     )
     truth = expected(alone, FLAT, chat=True, n=2, logprobs=3)
     assert truth.prompt is not None
-    assert truth.prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert truth.prompt.endswith("<eos>\n<bos>assistant\n")
     assert extra(answer)["prompt_token_ids"] == truth.prompt_token_ids
     assert answer.object == "chat.completion"
     for choice, output in zip(answer.choices, truth.outputs, strict=True):
@@ -194,7 +194,7 @@ def test_tool_messages_reach_the_template(serving: Serving):
     assert serving.client.post("/v1/chat/completions", json={"messages": messages, **COMMON}).status_code == 200
     tokens = serving.client.post("/tokenize", json={"messages": messages}).json()["tokens"]
     assert serving.engine.tokenizer is not None
-    assert "add(2)<|im_end|>\n<|im_start|>tool\n4<|im_end|>" in serving.engine.tokenizer.decode(tokens)
+    assert "add(2)<eos>\n<bos>tool\n4<eos>" in serving.engine.tokenizer.decode(tokens)
     messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
     answer = serving.client.post("/v1/chat/completions", json={"messages": messages, **COMMON})
     assert answer.status_code == 400

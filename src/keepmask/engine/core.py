@@ -20,6 +20,7 @@ from keepmask.engine.probe import check_model
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import Scheduler
+from keepmask.engine.weights import WeightStage, checksums, randomize
 from keepmask.errors import RequestError
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
@@ -186,6 +187,37 @@ class Engine:
         """New requests compute their prompts anew, whatever was computed before."""
         self._pool.forget_all()
 
+    def stage_weights(self, *, partial: bool = False, cast: bool = False) -> WeightStage:
+        """Where to collect new weights; see `WeightStage`. Safe to fill on another thread while the engine steps."""
+        return WeightStage(self.runner.model, partial=partial, cast=cast)
+
+    def update_weights(self, stage: WeightStage, version: str | None = None) -> str:
+        """Replace the model's weights by the staged ones, all or none; returns the version they have from now on.
+
+        version: their name in `weight_versions`; by default the old one plus one. Running requests go on with what
+        they have computed; nothing computed before is found by requests added later. Raises RequestError, and changes
+        nothing, when weights are missing.
+        """
+        stage.check_complete()
+        stage.exchange()
+        try:
+            self.runner.refresh()
+        except BaseException:
+            stage.exchange()
+            self.runner.refresh()
+            raise
+        return self._weights_changed(_next_version(self.weight_version) if version is None else version)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of every weight, by its name in the model's state dict."""
+        return checksums(self.runner.model)
+
+    def randomize_weights(self, generator: torch.Generator) -> str:
+        """Overwrite the weights with noise, as a test of what transfers them; returns the version of the noise."""
+        randomize(self.runner.model, generator)
+        self.runner.refresh()
+        return self._weights_changed(f"{self.weight_version}+random")
+
     def step(self) -> list[Request]:
         """One forward and the draws that follow from it; returns the requests that have new tokens or ended."""
         plan = self._scheduler.schedule()
@@ -268,8 +300,17 @@ class Engine:
                 logits = head.float32(torch.arange(len(part), device=hidden.device))
                 known += prompt_logprobs(logits, torch.tensor(part, device=hidden.device), num_logprobs)
 
+    def _weights_changed(self, version: str) -> str:
+        self.weight_version = version
+        self._scheduler.weights_changed()
+        return version
+
     def _next_seed(self) -> int:
         """A seed for a request that brought none: a hash of the engine's seed and the request's order of arrival."""
         self._num_added += 1
         digest = hashlib.sha256(f"{self.config.seed}:{self._num_added}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _next_version(version: str) -> str:
+    return str(int(version) + 1) if version.isdecimal() else f"{version}+1"
