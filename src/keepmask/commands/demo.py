@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from keepmask.commands.prompts import PromptLine
 from keepmask.commands.rollout import roll_out
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    disable_progress_bar()
     console = Console(stderr=True)
     args.output.mkdir(parents=True, exist_ok=True)
     file, page = args.output / "rollouts.parquet", args.output / "report.html"
@@ -118,7 +120,7 @@ def arithmetic_prompts(num_prompts: int) -> list[PromptLine]:
 
 def _print_table(table: Mapping[str, float]) -> None:
     """The numbers, on standard output."""
-    shown = Table(title="The same weights on both sides: the trainer's ratio to the sampler should be 1")
+    shown = Table(title="The same weights on both sides: the ratio should be 1")
     for column in ("", "full vocabulary", "replayed on the mask"):
         shown.add_column(column, justify="left" if not column else "right")
     for label, name, form in _ROWS:

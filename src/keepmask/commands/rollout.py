@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers.utils.logging import disable_progress_bar
+
 from keepmask.commands.prompts import PromptLine, read_prompts
 from keepmask.config import EngineConfig
 from keepmask.errors import RequestError
@@ -51,11 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    disable_progress_bar()
     prompts = read_prompts(args.prompts)
     params = SamplingParams(
         **{"max_tokens": _DEFAULT_MAX_TOKENS, "logprobs": 0, "return_sampling_mask": True} | given(args, SamplingParams)
     )
-    options = {name: value for name, value in given(args, EngineConfig).items() if name not in SamplingParams.model_fields}
+    options = {
+        name: value for name, value in given(args, EngineConfig).items() if name not in SamplingParams.model_fields
+    }
     options |= {"model": args.model, "seed": params.seed or 0, "logprobs_mode": "processed_logprobs"}
     config = EngineConfig(**options)
     num_done = roll_out(prompts, params.replace(seed=None), config, args.output, overwrite=args.overwrite)
@@ -126,20 +131,22 @@ def _run(llm: LLM, requests: list[_Prepared], writer: RolloutWriter, progress: P
     """Run all requests, a bounded number in the engine at a time; write them as they finish."""
     queue = iter(requests)
     finished: list[Rollout] = []
-    num_done, written_s = 0, time.monotonic()
-    start = progress.done
-    while True:
-        room = max(1, 2 * llm.config.max_num_seqs - llm.engine.num_unfinished)
-        for each in islice(queue, room):
-            llm.engine.add(each.request_id, each.token_ids, each.params, prompt=each.text)
-        if not llm.engine.num_unfinished:
-            break
-        for request in llm.step():
-            if request.finished:
-                finished += llm.engine.output(request).rollouts()
-                num_done += 1
-        progress.update(start + num_done, llm.engine.stats().num_generated_tokens)
-        if finished and time.monotonic() - written_s > _WRITE_INTERVAL_S:
-            writer.write(finished)
-            finished, written_s = [], time.monotonic()
-    writer.write(finished)
+    start, written_s = progress.done, time.monotonic()
+    num_done = 0
+    try:
+        while True:
+            room = max(1, 2 * llm.config.max_num_seqs - llm.engine.num_unfinished)
+            for each in islice(queue, room):
+                llm.engine.add(each.request_id, each.token_ids, each.params, prompt=each.text)
+            if not llm.engine.num_unfinished:
+                break
+            for request in llm.step():
+                if request.finished:
+                    finished += llm.engine.output(request).rollouts()
+                    num_done += 1
+            progress.update(start + num_done, llm.engine.stats().num_generated_tokens)
+            if finished and time.monotonic() - written_s > _WRITE_INTERVAL_S:
+                writer.write(finished)
+                finished, written_s = [], time.monotonic()
+    finally:  # also when interrupted
+        writer.write(finished)
