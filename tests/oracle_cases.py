@@ -185,7 +185,7 @@ def _peaked(V):
     )
 
 
-EXTREME = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 1e30, -1e30, 1.0, -np.inf]
+EXTREME = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 3.4e38, -3.4e38, 1e30, -1e30, 1.0, -np.inf]
 
 
 def wide_logits(V):
