@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_cases import ABSOLUTE, IMPLS, RELATIVE, Request, World, batches, close_call, logits, sampled, truth
 
 import oracle
 from keepmask.params import SamplingParams
 from keepmask.sampling import Sampler, prompt_logprobs
+from oracle_cases import ABSOLUTE, IMPLS, RELATIVE, Request, World, batches, close_call, logits, sampled, truth
 
 MODES = ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
