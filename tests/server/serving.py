@@ -173,6 +173,7 @@ class RawStream:
             "Host: test",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",
+            *(f"Authorization: Bearer {key}" for key in serving.service.config.api_keys[:1]),
             "",
             "",
         ]

@@ -197,7 +197,7 @@ def test_memory_estimate_is_held_before_admission(checkpoint: Path):
 
 
 def test_slow_reader_holds_nobody_up_and_loses_nothing(serving: Serving):
-    params = {**LONG, "n": 8, "logprobs": 20, "top_k": 40, "max_tokens": 500}
+    params = {**LONG, "n": 4, "logprobs": 20, "top_k": 40}
     whole = serving.generate(PROMPT, params=params).json()
     stream = serving.open_stream(body(params, request_id="slow"), receive_buffer=4096)
     (ticket,) = _ticket(serving, "slow")
@@ -216,7 +216,7 @@ def test_slow_reader_holds_nobody_up_and_loses_nothing(serving: Serving):
 
 
 def test_reader_that_takes_nothing_is_given_up(checkpoint: Path):
-    params = {**LONG, "n": 8, "logprobs": 20, "top_k": 40, "max_tokens": 500}
+    params = {**LONG, "n": 4, "logprobs": 20, "top_k": 40}
     with Serving(checkpoint, write_timeout_s=0.3) as serving:
         before = serving.holdings()
         stream = serving.open_stream(body(params, request_id="stuck"), receive_buffer=4096)

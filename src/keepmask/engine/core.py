@@ -208,6 +208,10 @@ class Engine:
             raise
         return self._weights_changed(_next_version(self.weight_version) if version is None else version)
 
+    def rename_weights(self, version: str) -> None:
+        """What the weights are called in `weight_versions` from now on."""
+        self.weight_version = version
+
     def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight, by its name in the model's state dict."""
         return checksums(self.runner.model)

@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from keepmask import __version__
 from keepmask.errors import KeepmaskError
-from keepmask.server import models, openai, tokens
+from keepmask.server import models, openai, tokens, weights
 from keepmask.server.auth import Auth
 from keepmask.server.body import HeaderLimit
 from keepmask.server.document import answers, describe_api
-from keepmask.server.errors import ApiError, error_response
+from keepmask.server.errors import ApiError, Unforeseen, error_response
 from keepmask.server.metrics import MEDIA_TYPE as METRICS_TYPE
 from keepmask.server.service import Service
 from keepmask.server.stream import json_response
@@ -48,13 +48,13 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     app.include_router(_basics(service))
-    for routes in (tokens, openai, models):
+    for routes in (tokens, openai, models, weights):
         app.include_router(routes.router(service))
+    app.add_middleware(Unforeseen)
     app.add_middleware(Auth, keys=service.config.api_keys)
     app.add_middleware(HeaderLimit, max_bytes=service.config.max_header_bytes)
     app.add_exception_handler(KeepmaskError, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -99,7 +99,3 @@ async def _on_http_exception(_: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405 in our shape."""
     assert isinstance(error, HTTPException)
     return error_response(ApiError(error.status_code, str(error.detail)))
-
-
-async def _on_exception(_: Request, error: Exception) -> Response:
-    return error_response(error)

@@ -71,14 +71,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
-async def read_json(request: Request, model: type[Model], max_bytes: int, *, optional: bool = False) -> Model:
-    """The body as `model`. optional: no body counts as an empty object.
+async def read_json(
+    request: Request,
+    model: type[Model],
+    max_bytes: int,
+    *,
+    optional: bool = False,
+    max_members: int = MAX_LOGIT_BIAS,
+) -> Model:
+    """The body as `model`. optional: no body counts as an empty object. max_members: as in `parse_json`.
 
     Raises ApiError 415 for another content type, and whatever `read_body` and `parse_json` raise.
     """
     if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return parse_json(b"{}", model)
-    return parse_json(await _json_body(request, max_bytes), model)
+    return parse_json(await _json_body(request, max_bytes), model, max_members=max_members)
 
 
 async def read_sampling(
@@ -102,9 +109,12 @@ async def read_sampling(
     return _validate(own, model), {name: member for name, member in params.items() if member is not None}
 
 
-def parse_json(body: bytes, model: type[Model]) -> Model:
-    """The JSON text as `model`; unknown fields are refused at every level. Raises RequestError naming the field."""
-    return _validate(_parse(body), model)
+def parse_json(body: bytes, model: type[Model], *, max_members: int = MAX_LOGIT_BIAS) -> Model:
+    """The JSON text as `model`; unknown fields are refused at every level. Raises RequestError naming the field.
+
+    max_members: most members of one object. Each wrong one would cost an error of its own.
+    """
+    return _validate(_parse(body, max_members), model)
 
 
 async def _json_body(request: Request, max_bytes: int) -> bytes:
@@ -115,12 +125,12 @@ async def _json_body(request: Request, max_bytes: int) -> bytes:
     return body
 
 
-def _parse(body: bytes) -> Any:
+def _parse(body: bytes, max_members: int = MAX_LOGIT_BIAS) -> Any:
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(f"body: not a JSON text: {error}") from None
-    _check_members(value)
+    _check_members(value, max_members)
     return value
 
 
@@ -131,16 +141,16 @@ def _validate(value: Any, model: type[Model]) -> Model:
         raise _request_error(error, model) from None
 
 
-def _check_members(value: object) -> None:
-    """Refuse objects with more members than any field takes: each wrong one would cost an error of its own."""
+def _check_members(value: object, most: int) -> None:
+    """Refuse objects with more members than any field takes."""
     if isinstance(value, dict):
-        if len(value) > MAX_LOGIT_BIAS:
-            raise RequestError(f"body: an object with {len(value)} members; the largest taken have {MAX_LOGIT_BIAS}")
+        if len(value) > most:
+            raise RequestError(f"body: an object with {len(value)} members; the largest taken have {most}")
         for member in value.values():
-            _check_members(member)
+            _check_members(member, most)
     elif isinstance(value, list) and not {dict, list}.isdisjoint(map(type, value)):
         for item in value:
-            _check_members(item)
+            _check_members(item, most)
 
 
 def _too_long(max_bytes: int) -> ApiError:

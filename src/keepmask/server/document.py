@@ -10,6 +10,15 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from keepmask.params import SamplingParams
+from keepmask.server.control import (
+    AbortAnyRequest,
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    RenameWeights,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightCheck,
+)
 from keepmask.server.schema import (
     AbortRequest,
     ChatRequest,
@@ -28,6 +37,13 @@ _BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    AbortAnyRequest,
+    InitWeightTransfer,
+    StartWeightUpdate,
+    UpdateWeights,
+    FinishWeightUpdate,
+    RenameWeights,
+    WeightCheck,
 )
 _WITH_SAMPLING = (CompletionRequest, ChatRequest)
 """Bodies that hold sampling parameters side by side with their own fields."""

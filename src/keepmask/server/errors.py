@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import pydantic_core
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepmask.errors import EngineError, KeepmaskError, MaskError, RequestError
 
-__all__ = ["ApiError", "describe", "error_body", "error_response"]
+__all__ = ["ApiError", "Unforeseen", "describe", "error_body", "error_response"]
+
+_log = logging.getLogger(__name__)
 
 _TYPES = {
     400: "BadRequestError",
@@ -77,3 +82,30 @@ def error_response(error: Exception) -> Response:
     if shown.close:
         headers["connection"] = "close"
     return Response(error_body(shown), shown.status, headers, media_type="application/json")
+
+
+class Unforeseen:
+    """ASGI middleware, next to the routes: an exception that nobody expected is logged and answered 500.
+
+    The connection stays usable, where the server would close it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception as error:  # the request's border
+            if scope["type"] != "http" or begun:
+                raise
+            _log.exception("a request failed")
+            await error_response(error)(scope, receive, send)

@@ -43,6 +43,8 @@ class Service:
         self.texts = Texts(engine.tokenizer, max_model_len=engine.max_model_len)
         self.draining = False
         """No new request is taken: the server is about to stop."""
+        self.awaits_weights = config.await_weights
+        """No request is served before an update of the weights was finished."""
         self._names: dict[str, list[Ticket]] = {}
 
     @property
@@ -55,10 +57,14 @@ class Service:
         if name is not None and name != self.model_name:
             raise ApiError(404, f"model={name[:200]!r}: only {self.model_name!r} is served", param="model")
 
-    def check_ready(self) -> None:
-        """Raise ApiError 503 when no request can be taken."""
+    def check_alive(self) -> None:
+        """Raise ApiError 503 once the engine has stopped."""
         if self.engine.failure is not None:
             raise ApiError(503, f"{self.engine.failure}; restart the server")
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503 when the server is not in service, or soon will not be."""
+        self.check_alive()
         if self.draining:
             raise ApiError(503, "the server is stopping", retry_after_s=_DRAIN_RETRY_S)
 
@@ -106,6 +112,8 @@ class Service:
     def submit(self, orders: Sequence[Order], name: str) -> list[Ticket]:
         """Queue the orders of one request. Raises ApiError or RequestError, and queues none, when there is no room."""
         self.check_ready()
+        if self.awaits_weights:
+            raise ApiError(503, "this server waits for its weights: send them by /update_weights and finish the update")
         self.admission.check(orders)
         news = asyncio.Event()
         tickets = [self.engine.submit(order, news) for order in orders]
