@@ -8,14 +8,14 @@ from itertools import groupby
 from statistics import median
 
 from keepmask.conform.mask_routes import Route
-from keepmask.conform.probes import Probe
+from keepmask.conform.probes import MARGIN, Probe
 from keepmask.errors import BackendError
 
 __all__ = ["LIFT", "NO_TIES", "NotForcedError", "Tokens", "force", "lifted", "ties_hold"]
 
 Tokens = tuple[int, ...]
 
-NO_TIES = "needs logits that are equal to the bit, and this server's log-probabilities never were, or not twice"
+NO_TIES = "needs logits that are equal to the bit, and this server's log-probabilities would not become so and stay so"
 
 LIFT = 70.0
 """The largest bias. It lifts the handful over the rest of the vocabulary, and its logits over zero. Engines take
@@ -23,7 +23,7 @@ biases up to 100; a probe's own come on top."""
 _SINK = -60.0  # the same for logits that have to be below zero
 
 _MAX_READS = 10
-_TOLERANCE = 0.01  # nats, a fifth of what probes bear
+_TOLERANCE = 0.3 * MARGIN  # the rest is for what changes between reading and drawing, as in bfloat16
 _ALIKE = 1e-3  # nats; closer than this, ties are made equal to the bit
 _REST = math.log(1e-6 / 2**18)
 """No other id's log-probability may be above this, so that 262,144 of them have less than a millionth of the mass."""
@@ -37,7 +37,7 @@ def force(route: Route, context: Tokens, ids: Tokens, probe: Probe) -> dict[int,
     """The bias of each id under which, behind `context`, slot i has probability probe.wanted[i].
 
     The log-probabilities the server returns are read, and the biases corrected by what is missing, until all are within
-    0.01 nats; where the probe is exact, until those of ids wanted alike are equal as well. Raises NotForcedError when
+    0.03 nats; where the probe is exact, until those of ids wanted alike are equal as well. Raises NotForcedError when
     they do not get there, BackendError when they do not follow the biases at all.
     """
     wanted = dict(zip(ids, map(math.log, probe.wanted), strict=True))

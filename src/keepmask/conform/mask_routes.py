@@ -79,6 +79,7 @@ class VllmRoute:
         self._client = client
         self._where = f"{client.url}{self._PATH}"
         self._ask: dict[str, Any] = {}
+        self._has_tokenizer = True
         if not self._gives_masks(prompt):
             # keepmask gives masks to the requests that ask for them, vLLM to all or to none
             self._ask = {"return_sampling_mask": True}
@@ -102,13 +103,18 @@ class VllmRoute:
 
     def word(self, token_ids: Sequence[int]) -> Word | None:
         """Asks `/detokenize`, and `/tokenize` whether the text comes back as these ids."""
+        if not self._has_tokenizer:
+            return None
         try:
             text = self._client.post("/detokenize", {"tokens": list(token_ids)})["prompt"]
             again, spaced = (
                 self._client.post("/tokenize", {"prompt": spelled, "add_special_tokens": False})["tokens"]
                 for spelled in (text, f" {text.lstrip()}")
             )
-        except (NotFoundError, RefusedError, AttributeError, KeyError, TypeError):
+        except NotFoundError:
+            self._has_tokenizer = False
+            return None
+        except (RefusedError, AttributeError, KeyError, TypeError):
             return None
         return Word(text, spaced) if text.strip() and again == list(token_ids) else None
 

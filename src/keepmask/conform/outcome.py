@@ -124,7 +124,7 @@ def _slots(row: Sequence[int] | None, slot_ids: Sequence[int]) -> tuple[Support,
 
 
 def _named(token_id: int, slot_ids: Sequence[int]) -> str:
-    return f"slot {slot_ids.index(token_id)}" if token_id in slot_ids else f"token {token_id}, which has no mass,"
+    return f"slot {slot_ids.index(token_id)}" if token_id in slot_ids else f"token {token_id}"
 
 
 def _result_dict(result: Result) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class HttpTarget:
             return Observation(status="failed", note=str(error))
 
     def _observe(self, probe: Probe) -> Observation:
-        came: list[int] = []
+        came: list[int] | None = None
         for ids, words in islice(self._choices(probe), _MAX_TRIES):
             before = [ids[slot] for slot in probe.output]
             context = (*self._prompt, *(ids[slot] for slot in probe.prompt))
@@ -75,9 +75,9 @@ class HttpTarget:
             if probe.exact and not ties_hold(self._route, context, bias, ids, probe):
                 raise NotForcedError(NO_TIES)
             return _look(drawn, len(before), ids)
-        if probe.output:
-            raise NotForcedError(f"the tokens it needs before it never came out; the last were {came}")
-        raise NotForcedError("found no word that the server's /detokenize and /tokenize agree on")
+        if came is None:
+            raise NotForcedError("found no text that /detokenize gives and /tokenize turns back into the same ids")
+        raise NotForcedError(f"needs certain tokens before, and the engine drew others: at last {came}")
 
     def _params(self, probe: Probe, ids: Tokens, words: list[str], bias: dict[int, float]) -> dict[str, object]:
         own = probe.params_for(ids)

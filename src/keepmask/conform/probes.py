@@ -22,7 +22,7 @@ Support = tuple[int, ...] | Literal["all"]
 
 PROFILES = ("vllm", "sglang", "hf")
 
-MARGIN = 0.05
+MARGIN = 0.1
 """Nats by which each logit may be off without another answer under any profile; exact probes have no margin."""
 
 WIDE = 20
@@ -122,7 +122,8 @@ _ONE_FILTER = (
         vllm=(0,),
     ),
     # Before the ids: 0, .25, .5, .75; none is near .6. sglang keeps the tie with the last it keeps. hf drops one, .25,
-    # as .5 is not <= .4, and of ties it drops the lowest id first.
+    # as .5 is not <= .4. Of ties it drops the lowest id first: the sort in transformers leaves their order open, and
+    # this is what a stable one gives.
     Probe(
         name="top_p_tie",
         rule="ties at the cut: lowest ids, all, highest",
