@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from keepmask import __version__
 from keepmask.errors import KeepmaskError
-from keepmask.server import models, openai, tokens, weights
+from keepmask.server import models, openai, sglang, tokens, weights
 from keepmask.server.auth import Auth
 from keepmask.server.body import HeaderLimit
 from keepmask.server.document import answers, describe_api
@@ -48,7 +48,7 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     app.include_router(_basics(service))
-    for routes in (tokens, openai, models, weights):
+    for routes in (tokens, openai, sglang, models, weights):
         app.include_router(routes.router(service))
     app.add_middleware(Unforeseen)
     app.add_middleware(Auth, keys=service.config.api_keys)

@@ -27,6 +27,7 @@ from keepmask.server.schema import (
     GenerateRequest,
     TokenizeRequest,
 )
+from keepmask.server.sglang_schema import SGLangAbort, SGLangGenerate
 
 __all__ = ["answers", "describe_api", "takes"]
 
@@ -37,6 +38,8 @@ _BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    SGLangGenerate,
+    SGLangAbort,
     AbortAnyRequest,
     InitWeightTransfer,
     StartWeightUpdate,

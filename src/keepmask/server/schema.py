@@ -166,8 +166,8 @@ class OpenAIFields(Generate):
     """Text is free: there is no grammar to follow."""
     truncate_prompt_tokens: None = None
     """Prompts are never cut."""
-    spaces_between_special_tokens: Literal[True] | None = None
-    """Texts are as the tokenizer decodes them."""
+    spaces_between_special_tokens: bool | None = None
+    """Without effect on fast tokenizers, the only ones there are."""
 
 
 class CompletionRequest(OpenAIFields):

@@ -109,16 +109,20 @@ class Service:
             stream_interval=stream_interval,
         )
 
-    def submit(self, orders: Sequence[Order], name: str) -> list[Ticket]:
-        """Queue the orders of one request. Raises ApiError or RequestError, and queues none, when there is no room."""
+    def submit(self, orders: Sequence[Order], names: str | Sequence[str]) -> list[Ticket]:
+        """Queue the orders of one request, under one name or each under its own.
+
+        Raises ApiError or RequestError, and queues none, when there is no room.
+        """
         self.check_ready()
         if self.awaits_weights:
             raise ApiError(503, "this server waits for its weights: send them by /update_weights and finish the update")
         self.admission.check(orders)
         news = asyncio.Event()
         tickets = [self.engine.submit(order, news) for order in orders]
-        self._names.setdefault(name, []).extend(tickets)
-        for ticket in tickets:
+        each = [names] * len(tickets) if isinstance(names, str) else names
+        for ticket, name in zip(tickets, each, strict=True):
+            self._names.setdefault(name, []).append(ticket)
             self.admission.enter(ticket)
             self.metrics.watch(ticket)
             ticket.on_end(partial(self._forget, name, ticket))

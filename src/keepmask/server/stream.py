@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
-def json_response(data: dict[str, Any]) -> Response:
+def json_response(data: dict[str, Any] | list[Any]) -> Response:
     """A JSON answer."""
     return Response(pydantic_core.to_json(data), media_type="application/json")
 

@@ -14,7 +14,7 @@ from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 
-__all__ = ["Order", "Ticket", "TicketTimes", "follow"]
+__all__ = ["Order", "Ticket", "TicketTimes", "follow", "joined"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Ticket:
     def take(self) -> list[CompletionOutput]:
         """The chunks that came since the last call, those of one completion as one."""
         taken, self._chunks = self._chunks, {}
-        return [_joined(parts) for parts in taken.values()]
+        return [joined(parts) for parts in taken.values()]
 
     @property
     def failed(self) -> bool:
@@ -183,7 +183,7 @@ async def follow(tickets: Sequence[Ticket]) -> AsyncIterator[list[tuple[int, Com
             return
 
 
-def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
+def joined(parts: list[CompletionOutput]) -> CompletionOutput:
     """Chunks of one completion, in order, as one."""
     last = parts[-1]
     if len(parts) == 1:
