@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from keepmask.replay.history import LogitBias, TokenHistory
@@ -150,3 +151,38 @@ def definition(logits, tokens, *, scored=None, ref_member_logprobs=None):
         log_normalizer=torch.stack(normalizers),
         full_log_normalizer=torch.stack(full),
     )
+
+
+class ParallelProblem:
+    """What every rank scores, the same on each of them."""
+
+    values = ("logprobs", "entropy", "member_logprobs", "log_normalizer", "full_log_normalizer")
+
+    def __init__(self, seed, *, vocab_size, num_tokens=30, kl=False, **kinds):
+        rng = np.random.default_rng(seed)
+        tokens = random_tokens(rng, num_tokens=num_tokens, vocab_size=vocab_size, **kinds)
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden = torch.randn(num_tokens, 16, generator=generator)
+        self.weight = torch.randn(vocab_size, 16, generator=generator)
+        self.bias = torch.randn(vocab_size, generator=generator)
+        self.targets, self.support = targets_of(tokens), support_of(tokens)
+        self.options = {"transforms": transforms_of(tokens), "entropy": "grad", "full_log_normalizer": True}
+        self.weights = torch.randn(3, num_tokens, generator=generator)
+        self.member_weights = torch.randn(self.support.num_pairs, generator=generator)
+        if kl:
+            rows = [torch.randn(n, generator=generator).log_softmax(0) for n in self.support.counts.tolist()]
+            self.options["ref_member_logprobs"] = torch.cat(rows)
+            self.values = (*self.values, "kl")
+
+    def loss(self, scores):
+        loss = (scores.logprobs * self.weights[0] + scores.entropy * self.weights[1]).sum()
+        loss = loss + (scores.member_logprobs * self.member_weights).sum()
+        return loss if scores.kl is None else loss + (scores.kl * self.weights[2]).sum()
+
+    @classmethod
+    def all(cls):
+        return {
+            "ragged": cls(0, vocab_size=61),
+            "kl": cls(1, vocab_size=61, kl=True, empty=0.0),
+            "tiny": cls(2, vocab_size=4, max_width=3, num_tokens=12),  # a third rank has no head rows at all
+        }

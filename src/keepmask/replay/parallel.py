@@ -52,8 +52,8 @@ class VocabParallel:
     def merge(self, stats: RowStats) -> RowStats:
         """The statistics of all processes' shares together, the same bits on each of them."""
         own = torch.stack([values.to(stats.peak.dtype) for values in stats], dim=1)  # [A, 4]
-        shares = own.new_empty(dist.get_world_size(self.group), *own.shape)
-        dist.all_gather_into_tensor(shares, own, group=self.group)
+        shares = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(shares, own, group=self.group)
         merged, *others = (_unstacked(share) for share in shares)
         for other in others:
             merged = merge(merged, other)
