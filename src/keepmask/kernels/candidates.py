@@ -21,6 +21,7 @@ from keepmask.kernels.draw_table import (
     NEAR,
     NOT_FINITE,
     OK,
+    REACHED,
     RELATIVELY_NEAR,
     SGLANG,
     TOO_MANY,
@@ -45,7 +46,7 @@ def select(logits: Tensor, table: DrawTable, *, capacity: int, impl: Impl = "aut
 
     In a whole row those are the ids with the highest s + noise, in any other the ids that all of these hold:
     s >= the select_k-th highest s; s >= the highest + select_log_min_p; and, where neither bounds them and
-    select_top_p < 1, the highest s, ties included, whose weights reach that share of the weight of all.
+    select_top_p < 1, the highest s, ties included, whose weights exceed that share of the weight of all by a billionth.
     TOO_MANY where there are more than `capacity`. logits: [R, V] float32, any row stride.
     """
     if use_triton(impl, logits):
@@ -208,8 +209,8 @@ def _chosen(s: Tensor, weights: Tensor, table: DrawTable, m: int) -> Tensor:
     chosen &= s.double() >= s.max().double() + log_min_p
     if not k and log_min_p == -torch.inf and top_p < 1:
         order = s.sort(descending=True).indices
-        reached = weights[order].cumsum(0) >= top_p * weights.sum()
-        chosen &= s >= s[order[int(reached.int().argmax())]]
+        short = weights[order].cumsum(0) < top_p * weights.sum() * REACHED
+        chosen &= s >= s[order[min(int(short.sum()), s.numel() - 1)]]
     return chosen
 
 

@@ -16,7 +16,7 @@ class Cut(NamedTuple):
     """Which entries of M rows are their supports, in terms of s = float32(z / temperature)."""
 
     bound: Tensor
-    """[M] float32: entries above it stay. -inf keeps all that are above -inf."""
+    """[M] float32: numbers above it stay; NaN and +inf never do. -inf keeps all that are above -inf."""
     first: Tensor
     """[M] int32: entries at the bound stay if their id is in [first, last]."""
     last: Tensor
@@ -84,7 +84,8 @@ def compact(
 
 def kept(s: Tensor, ids: Tensor, cut: Cut, m: int) -> Tensor:
     """[N] bool: which of these entries are in the support of row m. s: [N] float32. ids: [N]."""
-    return (s > cut.bound[m]) | ((s == cut.bound[m]) & (ids >= cut.first[m]) & (ids <= cut.last[m]))
+    above = (s > cut.bound[m]) & (s < torch.inf)
+    return above | ((s == cut.bound[m]) & (ids >= cut.first[m]) & (ids <= cut.last[m]))
 
 
 def logprobs_of(s: Tensor, cut: Cut, m: int) -> Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "NOT_FINITE",
     "OK",
     "OUTSIDE",
+    "REACHED",
     "RELATIVELY_NEAR",
     "SGLANG",
     "TOO_MANY",
@@ -46,6 +47,8 @@ VLLM, SGLANG, HF = range(3)
 BAND = 1e-9
 """Sums of weights closer than this, relative to the whole, may compare either way. Adding 2**18 weights in any order is
 off by 3e-11 at most."""
+REACHED = 1 + BAND
+"""Candidates weigh this much more than a mass cut asks for, so that it lies among them however sums round."""
 NEAR, RELATIVELY_NEAR = 1e-9, 1e-12
 """Scores closer than this, and than this share of the best, may order either way, by the last bits of logarithms."""
 

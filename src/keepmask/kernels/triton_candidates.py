@@ -1,7 +1,7 @@
 """Triton form of `candidates.decide`: filters, normaliser, draw, and the support with its log-probs, in one launch.
 
 One program a row. Nothing is sorted: every filter keeps the ids above some logit, so each is a search for that logit,
-by halving an interval of ordered keys and summing over the row's entries. Rows and cuts are the tuples of
+by halving an interval of its keys and summing over the row's entries. Rows and cuts are the tuples of
 `triton_capture`; entries are the candidates or, for rows that these are too few for (ALL), all V logits.
 """
 
@@ -71,13 +71,16 @@ def num_from(row: tl.tuple, bound: tl.tensor, ALL: tl.constexpr, TILE: tl.conste
 @jit
 def weight_above(
     row: tl.tuple, bound: tl.tensor, highest: tl.tensor, ALL: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """Sum of exp(s - highest) over the keys above the bound, which is that of -inf at least."""
-    weight = highest * 0.0
+) -> tl.tuple:
+    """Sum of exp(s - highest) over the keys above the bound, which is that of -inf at least; and the keys next to it:
+    the highest that is not above, the lowest that is."""
+    weight, below, above = highest * 0.0, row[2] * 0 + BELOW_ALL, row[2] * 0 + ABOVE_ALL
     for start in range(0, row[2], TILE):
         s, key, _ = entries(row, start, ALL, TILE)
         weight += tl.sum(tl.where(key > bound, tl.exp(s.to(tl.float64) - highest), 0.0), 0)
-    return weight
+        below = tl.maximum(below, tl.max(tl.where(key > bound, BELOW_ALL, key), 0))
+        above = tl.minimum(above, tl.min(tl.where(key > bound, key, ABOVE_ALL), 0))
+    return weight, below, above
 
 
 @jit
@@ -85,14 +88,18 @@ def kth_key(
     row: tl.tuple, k: tl.tensor, low: tl.tensor, high: tl.tensor, ALL: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
     """The k-th highest key, which is in [low, high]."""
-    least, most = low.to(tl.int64), high.to(tl.int64)
+    least, most = low, high
     while least < most:
-        middle = (least + most + 1) >> 1
-        if num_from(row, middle.to(tl.int32), ALL, TILE) < k:
-            most = middle - 1
-        else:
-            least = middle
-    return least.to(tl.int32)
+        middle = halfway(least, most)
+        count, below, above = row[2] * 0, row[2] * 0 + BELOW_ALL, row[2] * 0 + ABOVE_ALL
+        for start in range(0, row[2], TILE):
+            _, key, _ = entries(row, start, ALL, TILE)
+            count += tl.sum((key > middle).to(tl.int32), 0)
+            below = tl.maximum(below, tl.max(tl.where(key > middle, BELOW_ALL, key), 0))
+            above = tl.minimum(above, tl.min(tl.where(key > middle, key, ABOVE_ALL), 0))
+        least = tl.where(count < k, least, above)
+        most = tl.where(count < k, below, most)
+    return least
 
 
 @jit
@@ -107,15 +114,20 @@ def mass_key(
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """The lowest key with a weight above it of < threshold (<= if inclusive), which is in [low, high]."""
-    least, most = low.to(tl.int64), high.to(tl.int64)
+    least, most = low, high
     while least < most:
-        middle = (least + most) >> 1
-        weight = weight_above(row, middle.to(tl.int32), highest, ALL, TILE)
-        if (weight < threshold) | (inclusive & (weight == threshold)):
-            most = middle
-        else:
-            least = middle + 1
-    return least.to(tl.int32)
+        middle = halfway(least, most)
+        weight, below, above = weight_above(row, middle, highest, ALL, TILE)
+        short = (weight < threshold) | (inclusive & (weight == threshold))
+        least = tl.where(short, least, above)
+        most = tl.where(short, below, most)
+    return least
+
+
+@jit
+def halfway(least: tl.tensor, most: tl.tensor) -> tl.tensor:
+    """The middle of two keys, rounded down."""
+    return ((least.to(tl.int64) + most) >> 1).to(tl.int32)
 
 
 @jit
@@ -145,14 +157,14 @@ def mass_cut(
 ) -> tl.tuple:
     """The cut by mass among the keys >= considered, and how it went."""
     inclusive = profile == SGLANG
-    inside = weight_above(row, considered - 1, highest, ALL, TILE)
+    inside, _, lowest = weight_above(row, considered - 1, highest, ALL, TILE)
     total = inside + outside
     threshold = top_p * total
     first, last, bound = row[2] * 0, row[2] * 0 + ABOVE_ALL, considered
     outcome = row[2] * 0 + NOT_REACHED
     if (inside > threshold) | ((inside == threshold) & (profile != SGLANG)):
-        bound = mass_key(row, threshold, inclusive, considered, high, highest, ALL, TILE)
-        above = weight_above(row, bound, highest, ALL, TILE)
+        bound = mass_key(row, threshold, inclusive, lowest, high, highest, ALL, TILE)
+        above, _, _ = weight_above(row, bound, highest, ALL, TILE)
         num_tied = num_from(row, bound, ALL, TILE) - num_from(row, bound + 1, ALL, TILE)
         weight = tl.exp(value_of_key(bound).to(tl.float64) - highest)
         # Of tied ids one stays while the weight before it is short of the threshold; in sglang all do.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepmask.kernels.capture import Cut, Supports
 from keepmask.kernels.draw_table import DrawTable
-from keepmask.kernels.triton_ops import column, jit, order_key, scaled
+from keepmask.kernels.triton_ops import INFINITY_KEY, column, jit, order_key, scaled
 
 __all__ = ["compact", "entries", "kept", "put_support"]
 
@@ -38,9 +38,9 @@ def entries(row: tl.tuple, start: tl.tensor, ALL: tl.constexpr, TILE: tl.constex
 
 @jit
 def kept(key: tl.tensor, ids: tl.tensor, cut: tl.tuple) -> tl.tensor:
-    """Whether entries are above the cut's key, or at it with an id in [first, last]."""
+    """Whether entries are numbers above the cut's key, or at it with an id in [first, last]."""
     bound, first, last = cut
-    return (key > bound) | ((key == bound) & (ids >= first) & (ids <= last))
+    return ((key > bound) & (key < INFINITY_KEY)) | ((key == bound) & (ids >= first) & (ids <= last))
 
 
 @jit

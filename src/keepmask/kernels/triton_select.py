@@ -33,8 +33,10 @@ from keepmask.kernels.triton_ops import (
 __all__ = ["select"]
 
 FIRST_GROUPS = tl.constexpr(32)
-"""Groups whose maxima bound the first try of a mass cut; each further try takes four times as many."""
-TOLERANCE = tl.constexpr(1 + 1e-9)
+"""Groups whose maxima bound the first try of a mass cut; each further try takes twice as many."""
+STEP, RELATIVE_STEP = tl.constexpr(0.5), tl.constexpr(2.0**-12)
+"""Where that takes most groups, how far further tries lower the bound, in nats and by its own size."""
+REACHED = tl.constexpr(draw_table.REACHED)
 MIN_GROUP, MAX_GROUPS = 4, 4096
 MIN_TILE, MAX_TILE, COLLECTED_AT_ONCE = 64, 4096, 1024
 
@@ -197,7 +199,7 @@ def first_bound(
     if log_min_p > float("-inf"):
         bound = tl.maximum(bound, least_key_from(value_of_key(high).to(tl.float64) + log_min_p))
     if (top_k == 0) & (log_min_p == float("-inf")) & (top_p < 1):
-        target = top_p * total * TOLERANCE
+        target = top_p * total * REACHED
         tried = top_k * 0 + FIRST_GROUPS
         if tried < num_groups:
             bound = kth_reach(reach_ptr, num_groups, tried, low, high, GROUPS)
@@ -264,13 +266,15 @@ def collect(
     if whole != 0:
         bound = order_key(tl.max(tl.load(score_ptr + at, mask=real, other=float("-inf")), 0))
     count, weight = gather(row, whole, noise, bound, highest, groups, out, GROUP, GROUPS, TILE)
-    while (weight < target) & (count <= capacity) & (tried < num_groups):
-        tried = tried * 4
-        bound = high * 0 + MINUS_INFINITY_KEY
-        if tried < num_groups:
+    while (weight < target) & (count <= capacity) & (bound > low):
+        tried = tried * 2
+        if tried <= num_groups // 2:
             bound = kth_reach(groups[0], num_groups, tried, low, high, GROUPS)
+        else:  # most groups reach it already: maxima no longer tell how many ids will
+            s = value_of_key(bound)
+            bound = order_key(s - STEP - tl.abs(s) * RELATIVE_STEP)
         count, weight = gather(row, whole, noise, bound, highest, groups, out, GROUP, GROUPS, TILE)
-    if bound == MINUS_INFINITY_KEY:
+    if (bound <= low) & (whole == 0):
         total = weight  # nothing is left out
     tl.store(sums_ptr + M + m, total)
     tl.store(sums_ptr + 2 * M + m, weight)
