@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice, permutations
 
 from keepmask.conform.forcing import LIFT, NO_TIES, NotForcedError, Tokens, force, lifted, ties_hold
 from keepmask.conform.json_client import CrashedError, RefusedError
-from keepmask.conform.mask_routes import Drawn, Route
+from keepmask.conform.mask_routes import Drawn, Route, Word
 from keepmask.conform.outcome import Observation, observed
 from keepmask.conform.probes import PROBES, Probe
 from keepmask.errors import BackendError
@@ -18,7 +19,8 @@ __all__ = ["PROMPT", "HttpTarget"]
 PROMPT: Tokens = (72, 101, 108, 112)
 """Token ids that every vocabulary has."""
 
-_NUM_HISTORY_IDS = 6  # ids among which a probe's earlier tokens are looked for
+_FEW = 6  # ids among which words and earlier tokens are looked for
+_CHARACTERS = range(33, 127)  # ids that are single characters in most vocabularies of bytes
 _MAX_TRIES = 6  # choices of ids tried for one probe
 _ENDED = "stop"
 
@@ -36,7 +38,8 @@ class HttpTarget:
         self._route = route
         self._prompt: Tokens = tuple(prompt)
         self._eos_token_id = eos_token_id
-        self._raw: dict[Tokens, dict[int, float]] = {}
+        self._raw: dict[tuple[Tokens, Tokens], dict[int, float]] = {}
+        self._words: dict[Tokens, Word | None] = {}
         # Repetition penalties would touch ids of the prompt
         likely = [token_id for token_id in route.read(self._prompt, {}) if token_id not in (*prompt, eos_token_id)]
         self._likely = likely
@@ -97,50 +100,62 @@ class HttpTarget:
     def _choices(self, probe: Probe) -> Iterator[tuple[Tokens, list[str]]]:
         """Ids for the slots, and the texts of the bad words; the best choice first."""
         for ids in self._histories(probe) if probe.output else self._handfuls(probe):
-            words = [self._route.word(word) for word in probe.words_for(ids)]
-            spelled = [word.text for word in words if word is not None]
-            also = {token_id for word in words if word is not None for token_id in word.spaced}
-            banned = {token_id for word in probe.words_for(ids) for token_id in word}
-            if len(spelled) == len(words) and not also & (set(ids) - banned):
-                yield ids, spelled
+            spelled = probe.words_for(ids)
+            words = [word for word in map(self._word, map(tuple, spelled)) if word is not None]
+            # Engines ban a word behind a space as well, and that must be no other of these ids
+            also = {token_id for word in words for token_id in word.spaced} - {
+                token_id for w in spelled for token_id in w
+            }
+            if len(words) == len(spelled) and not also & set(ids):
+                yield ids, [word.text for word in words]
 
     def _handfuls(self, probe: Probe) -> Iterator[Tokens]:
-        """The likeliest ids, ascending; where there are bad words, others in turn too."""
+        """The likeliest ids, ascending; where there are bad words, any order of a few that can be spelled."""
         size = len(probe.wanted)
         if probe.eos is not None:
             assert self._eos_token_id is not None
             others = iter(self._likely)
             yield tuple(self._eos_token_id if slot == probe.eos else next(others) for slot in range(size))
         elif "bad_words" in probe.params:
-            for first in range(len(self._likely)):
-                turned = self._likely[first:] + self._likely[:first]
-                yield tuple(turned[:size])
+            yield from permutations(self._spellable, size)
         else:
             yield tuple(sorted(self._likely[:size]))
 
     def _histories(self, probe: Probe) -> list[Tokens]:
         """Choices of ids, those first whose earlier tokens come out most surely under the bias of the last position."""
-        likely = self._likely[:_NUM_HISTORY_IDS]
-        return sorted(permutations(likely, len(probe.wanted)), key=lambda ids: -self._lead(probe, ids))
+        few = self._spellable if "bad_words" in probe.params else tuple(self._likely[:_FEW])
+        return sorted(permutations(few, len(probe.wanted)), key=lambda ids: -self._lead(probe, ids, few))
 
-    def _lead(self, probe: Probe, ids: Tokens) -> float:
+    def _lead(self, probe: Probe, ids: Tokens, few: Tokens) -> float:
         """Nats by which the tokens before are ahead where it is closest, penalties and bans apart."""
         context = (*self._prompt, *(ids[slot] for slot in probe.prompt))
         history = [ids[slot] for slot in probe.output]
-        last = self._logits((*context, *history))
+        last = self._logits((*context, *history), few)
         bias = {token_id: math.log(p) - last[token_id] for token_id, p in zip(ids, probe.wanted, strict=True)}
         leads = []
         for k, token_id in enumerate(history):
-            logits = self._logits((*context, *history[:k]))
+            logits = self._logits((*context, *history[:k]), few)
             biased = {other: logits[other] + bias[other] for other in ids}
             leads.append(biased.pop(token_id) - max(biased.values()))
         return min(leads)
 
-    def _logits(self, context: Tokens) -> dict[int, float]:
-        """Logits of the ids for histories behind a context, up to a constant."""
-        if context not in self._raw:
-            self._raw[context] = lifted(self._route, context, dict.fromkeys(self._likely[:_NUM_HISTORY_IDS], LIFT))
-        return self._raw[context]
+    def _logits(self, context: Tokens, few: Tokens) -> dict[int, float]:
+        """Logits of a few ids behind a context, up to a constant."""
+        if (context, few) not in self._raw:
+            self._raw[context, few] = lifted(self._route, context, dict.fromkeys(few, LIFT))
+        return self._raw[context, few]
+
+    @cached_property
+    def _spellable(self) -> Tokens:
+        """A few ids with a text of their own: of the likeliest, and where these have none, of single characters."""
+        taken = {*self._prompt, self._eos_token_id}
+        ids = (token_id for token_id in (*self._likely, *_CHARACTERS) if token_id not in taken)
+        return tuple(islice((token_id for token_id in ids if self._word((token_id,))), _FEW))
+
+    def _word(self, token_ids: Tokens) -> Word | None:
+        if token_ids not in self._words:
+            self._words[token_ids] = self._route.word(token_ids)
+        return self._words[token_ids]
 
 
 def _look(drawn: Sequence[Drawn], position: int, ids: Tokens) -> Observation:
