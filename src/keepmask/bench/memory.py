@@ -1,0 +1,64 @@
+"""Peak resident memory of one workload, in a process of its own: `python -m keepmask.bench.memory REQUEST`.
+
+REQUEST is JSON: {"options": {...} of `LLM`, "workload": {...}, "params": {...} of `SamplingParams`}.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from keepmask.bench.workload import Workload
+from keepmask.errors import EngineError
+
+__all__ = ["Memory", "peak_memory"]
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    peak: int
+    """Most that the process had resident."""
+    weights: int
+    kv_cache: int
+    """The budget, whether filled or not."""
+
+    @property
+    def over(self) -> int:
+        """What is neither weights nor cache."""
+        return self.peak - self.weights - self.kv_cache
+
+
+def peak_memory(workload: Workload, *, options: dict[str, Any], params: dict[str, Any]) -> Memory:
+    """Load the model and run the workload in a fresh process. Raises EngineError when that fails."""
+    request = json.dumps({"options": options, "workload": asdict(workload), "params": params})
+    done = subprocess.run([sys.executable, "-m", __name__, request], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EngineError(f"measuring memory: the process ended with {done.returncode}: {last}")
+    return Memory(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _measure(request: dict[str, Any]) -> Memory:
+    from keepmask.bench.ours import Ours  # torch loads in this process only, not where the result is read
+
+    ours = Ours(request["options"])
+    workload = Workload(**request["workload"])
+    ours.run(workload, workload.prompts(ours.vocab_size, seed=0), request["params"])
+    runner = ours.llm.engine.runner
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
+    return Memory(_peak_resident(), sum(weights.values()), runner.kv_cache_bytes)
+
+
+def _peak_resident() -> int:
+    """Of this process since it started its program; `getrusage` would count the parent it was forked from."""
+    with open("/proc/self/status") as lines:
+        (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(peak) * 1024
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_measure(json.loads(sys.argv[1]))._asdict()) + "\n")

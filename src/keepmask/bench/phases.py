@@ -1,0 +1,111 @@
+"""`phases_of`: where the time of an engine's steps goes, measured from outside."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from keepmask.engine import attention, decoder
+from keepmask.engine.core import Engine
+from keepmask.kernels.packed_linear import PackedLinear
+
+__all__ = ["PHASES", "PhaseClock", "phases_of"]
+
+PHASES = {
+    "linear": "matrix products of the layers",
+    "attention": "attention over the cache",
+    "model": "the rest of the forward: norms, rotation, activation, embedding",
+    "head": "logits of the sampled positions",
+    "sampler": "filters, draw, log-probs",
+    "capture": "supports to the host",
+    "scheduling": "admission, blocks, laying out the batch",
+    "output": "stop conditions, commits, text, results",
+}
+"""What a step is divided into; each phase without the others inside it."""
+
+
+class PhaseClock:
+    """Seconds in each phase. Where wrapped functions call one another, time counts for the innermost.
+
+    wait: called before each reading; waits for a device that works on its own.
+    """
+
+    def __init__(self, wait: Callable[[], None] = lambda: None, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._wait, self._now = wait, now
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def wrap(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """The function, on the clock."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._turn()
+            self._open.append(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._turn()
+                self._open.pop()
+
+        return timed
+
+    def _turn(self) -> None:
+        """Close the account of the phase that was running."""
+        if self._open:
+            self._wait()
+        now = self._now()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+@contextmanager
+def phases_of(engine: Engine, clock: PhaseClock) -> Iterator[None]:
+    """While this is open, the engine's steps run on the clock; afterwards it is as it was.
+
+    The engine's own parts are wrapped on this one instance. Layers share their attention and matrix products through
+    names in modules, which are exchanged meanwhile: no other engine should run.
+    """
+    plain, head = PackedLinear.__call__, engine.runner._linear_head
+    timed = clock.wrap(plain, "linear")
+
+    def product(layer: PackedLinear, x: Tensor) -> Tensor:
+        return plain(layer, x) if layer is head else timed(layer, x)
+
+    with ExitStack() as stack:
+        for owner, name, phase in (
+            (engine, "add", "scheduling"),
+            (engine, "step", "scheduling"),
+            (engine, "_accept", "output"),
+            (engine, "output", "output"),
+            (engine.runner, "forward", "model"),
+            (engine.runner, "head", "head"),
+            (engine.sampler, "sample", "sampler"),
+            (engine.sampler, "_capture", "capture"),
+            (attention, "attend", "attention"),
+            (decoder, "attend", "attention"),
+        ):
+            stack.enter_context(_replaced(owner, name, clock.wrap(getattr(owner, name), phase)))
+        stack.enter_context(_replaced(PackedLinear, "__call__", product))
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """owner.name is `value` meanwhile. What it had of its own comes back; what its class gave it shows again."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
