@@ -31,5 +31,6 @@ def test_triton_runs_where_it_is_asked_for_or_where_it_is_at_home():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_triton_is_the_choice_on_a_cuda_device():
     assert use_triton("auto", torch.zeros(1, device="cuda"))

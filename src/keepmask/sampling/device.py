@@ -11,6 +11,7 @@ Half-precision logits are not used: the head is asked for float32 ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from keepmask.sampling.batch import RowsCache
 from keepmask.sampling.capture import MAX_COMPACT_IDS
 from keepmask.sampling.device_entries import DeviceEntries, entries_of_supports, entries_over_all
 from keepmask.sampling.device_mask import DeviceDrawn, DeviceSupports
+from keepmask.sampling.draw_columns import draw_columns
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.head import Head
 from keepmask.sampling.host import HostParams
@@ -60,7 +62,8 @@ class DeviceDraw:
         if device not in self._copies:
             self._copies[device] = HostCopies(device)
         host = self._host.get(rows, device)
-        return _Step(head, rows, self._spec, host, self._copies[device], self._impl).run()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return _Step(head, rows, self._spec, host, self._copies[device], self._impl).run()
 
 
 class Group(NamedTuple):
@@ -101,7 +104,6 @@ class _Step:
         self.head, self.rows, self.spec, self.host, self.copies, self.impl = head, rows, spec, host, copies, impl
         self.device = head.logits.device
         self.processed = spec.logprobs_mode.startswith("processed")
-        self.positions = np.fromiter((row.num_output_tokens for row in rows), np.int64, len(rows))
         self.raw = self.exact_logits()
         self.drawn = DeviceDrawn.of(rows, copies)
 
@@ -147,7 +149,7 @@ class _Step:
     def queue(self, group: Group) -> Queued:
         """Draw for the rows of a group."""
         V, impl = self.spec.vocab_size, self.impl
-        columns = self.columns(group)
+        columns = draw_columns(self.host, self.rows, self.spec, group.items, group.source)
         table = DrawTable(to_device(DrawTable.pack(columns), self.device))
         found = candidates.select(group.logits, table, capacity=MAX_CANDIDATES, impl=impl)
         if group.legal is not None:
@@ -165,37 +167,6 @@ class _Step:
             DeviceSupports(group.items, slots, logprobs_slots, supports, group.logits, group.source, table, cut),
             self.queue_entries(group, columns, table, found, draws, cut),
         )
-
-    def columns(self, group: Group) -> dict[str, NDArray[Any]]:
-        """The columns of the group's `DrawTable`."""
-        host, items = self.host, group.items
-        masks, with_logprobs = (
-            np.fromiter((getattr(self.rows[b], name) for b in items), np.bool_, items.size)
-            for name in ("returns_mask", "returns_mask_logprobs")
-        )
-        num_logprobs, whole = host.num_logprobs[items], host.whole[items]
-        normalised = with_logprobs | (num_logprobs >= 0 if self.processed else False)
-        return {
-            "source": group.source,
-            "greedy": host.greedy[items],
-            "top_k": host.top_k[items],
-            "profile": host.profile[items],
-            "position": self.positions[items],
-            "completion": host.completions[items],
-            "seed": host.seeds[items],
-            "whole": whole,
-            "weighs": host.weighs[items] | (whole & normalised),
-            "select_k": host.select_k[items],
-            "by_rank": host.by_rank[items],
-            "mask_slot": _numbered(masks),
-            "logprobs_slot": _numbered(with_logprobs),
-            "num_top": num_logprobs,
-            "temperature": host.temperature[items],
-            "top_p": host.top_p[items],
-            "log_min_p": host.log_min_p[items],
-            "select_log_min_p": host.select_log_min_p[items],
-            "select_top_p": host.select_top_p[items],
-        }
 
     def queue_entries(
         self,
@@ -256,8 +227,3 @@ class _Step:
         for i, b in enumerate(items.tolist()):
             self.drawn.on_device[b] = False
             put_reference(self.drawn, b, order, i, raw[0][i] if raw else None, rows[i], self.spec)
-
-
-def _numbered(chosen: NDArray[np.bool_]) -> Ints:
-    """0, 1, 2 ... where chosen, -1 elsewhere."""
-    return np.where(chosen, chosen.cumsum() - 1, -1)

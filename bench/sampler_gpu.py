@@ -1,0 +1,183 @@
+"""Time of one step of the sampler on a CUDA device, against the bytes it must read over the device's bandwidth.
+
+    python bench/sampler_gpu.py            a table
+    python bench/sampler_gpu.py --json     one JSON row a case and implementation
+
+A step reads each logit once: B x V x 4 bytes over the bandwidth, which a large copy is timed for first, is its floor.
+Cases and logits are those of bench/sampler.py; every row returns its mask and its processed log-prob. Timed are:
+
+    step         one `Sampler.sample` and its mask, on the host: wall time
+    kernels      selection, decision and capture alone, queued ahead of the device: time between CUDA events
+    topk         `torch.topk(logits, 50)` alone: time between CUDA events
+    sort-based   the PyTorch fallback of other engines, its bitmap copied to the host: wall time
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import keepmask
+from keepmask.kernels import candidates, capture
+from keepmask.kernels.capture import Supports
+from keepmask.kernels.draw_table import DrawTable
+from keepmask.params import SamplingParams
+from keepmask.sampling import DenseHead, Sampler, SamplerSpec
+from keepmask.sampling.capture import MAX_COMPACT_IDS
+from keepmask.sampling.device import MAX_CANDIDATES
+from keepmask.sampling.draw_columns import draw_columns
+from keepmask.sampling.host import HostParams
+from sampler import CASES, logits_like_a_model
+
+SHAPES = ((64, 151_936), (256, 151_936))
+REPEATS, WARM_UP, AT_ONCE = 50, 5, 10
+AHEAD = 20_000_000  # cycles the device is kept busy for, so that what is timed is queued before it starts
+COPIED_BYTES = 2**30
+
+Rows = list[dict[str, object]]
+
+
+def device_ms(run: Callable[[], object]) -> list[float]:
+    """Milliseconds of one run on the device, without gaps between its kernels; several measurements."""
+    for _ in range(WARM_UP):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)
+        start.record()
+        for _ in range(AT_ONCE):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / AT_ONCE)
+    return times
+
+
+def wall_ms(run: Callable[[], object]) -> list[float]:
+    """Milliseconds of one run until its results are on the host; several measurements."""
+    for _ in range(WARM_UP):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def bandwidth() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / (1e-3 * float(np.median(device_ms(lambda: target.copy_(source)))))
+
+
+def sort_based(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, their log-probs, and the kept set as bits, all on the host."""
+    z = logits / (1.0 if params.greedy else params.temperature)
+    if params.min_p > 0:
+        probs = z.softmax(-1)
+        z.masked_fill_(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if params.top_k > 0 or params.top_p < 1:
+        values, ids = z.sort(-1)
+        if params.top_k > 0:
+            values.masked_fill_(values < values[:, -params.top_k, None], -torch.inf)
+        if params.top_p < 1:
+            drop = values.softmax(-1).cumsum(-1) <= 1 - params.top_p
+            drop[:, -1] = False
+            values.masked_fill_(drop, -torch.inf)
+        z = values.scatter(-1, ids, values)
+    logprobs = z.log_softmax(-1)
+    token_ids = z.argmax(-1) if params.greedy else (logprobs.exp() / torch.empty_like(z).exponential_()).argmax(-1)
+    keep = torch.nn.functional.pad(z > -torch.inf, (0, -z.shape[1] % 8)).view(len(z), -1, 8)
+    bits = (keep << torch.arange(8, dtype=torch.uint8, device=z.device)).sum(-1, dtype=torch.uint8)
+    return token_ids.cpu(), logprobs.gather(-1, token_ids[:, None]).cpu(), bits.cpu()
+
+
+def kernels_of(logits: torch.Tensor, rows: list, spec: SamplerSpec) -> Callable[[], None]:
+    """What a step queues for these rows, without the copies and the log-prob entries."""
+    (B, V), everything = logits.shape, np.arange(len(rows))
+    columns = draw_columns(HostParams.of(rows, spec), rows, spec, everything, everything)
+    table = DrawTable(torch.from_numpy(DrawTable.pack(columns)).to(logits.device))
+    out = Supports.empty(B, 0, MAX_COMPACT_IDS, V, logits.device)
+
+    def run() -> None:
+        found = candidates.select(logits, table, capacity=MAX_CANDIDATES, impl="triton")
+        draws, cut = candidates.decide(found, table, V, out, impl="triton")
+        candidates.decide_all(logits, found, table, draws, cut, out, impl="triton")
+        capture.compact(logits, table, cut, draws.over_all, draws.counts, out, impl="triton")
+
+    return run
+
+
+def measure(B: int, V: int, name: str, options: dict[str, float], bytes_per_s: float) -> Rows:
+    logits = logits_like_a_model(B, V).cuda()
+    params = SamplingParams(logprobs=0, max_tokens=None, **options)
+    spec = SamplerSpec(vocab_size=V, logprobs_mode="processed_logprobs", return_sampling_mask=True)
+    sampler, head = Sampler(spec), DenseHead(logits)
+    prompt = np.arange(0, 2000, 7).tolist()
+    rows = [sampler.open_row(params, prompt_token_ids=prompt, seed=b, completion_index=0) for b in range(B)]
+
+    def step() -> list[int]:
+        batch = sampler.sample(head, rows)
+        mask = batch.mask.wait()
+        return [mask.row(b)[0].size or V for b in range(B)]
+
+    floor = 1e3 * logits.nbytes / bytes_per_s
+    common = {"op": f"sample {name}", "shape": [B, V], "dtype": "float32", "unit": "ms", "floor": floor}
+    common |= {"support_mean": float(np.mean(step())), "bandwidth_gb_per_s": bytes_per_s / 1e9}
+    times = {
+        "step": wall_ms(step),
+        "kernels": device_ms(kernels_of(logits, rows, spec)),
+        "topk": device_ms(lambda: logits.topk(50)),
+        "sort-based": wall_ms(lambda: sort_based(logits, params)),
+    }
+    measured: Rows = []
+    for implementation, values in times.items():
+        p20, p50, p80 = map(float, np.quantile(values, [0.2, 0.5, 0.8]))
+        measured.append(
+            common | {"implementation": implementation, "p20": p20, "p50": p50, "p80": p80, "over_floor": p50 / floor}
+        )
+    return measured
+
+
+def report(row: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        print(json.dumps(rounded), flush=True)
+        return
+    print(
+        "{op:42s} {shape!s:14s} {implementation:10s} p20 {p20:8.4f}  p50 {p50:8.4f}  p80 {p80:8.4f} ms   "
+        "floor {floor:7.4f} ms  {over_floor:6.1f} x floor   mean support {support_mean:.0f}".format(**row),
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON row a case and implementation")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--shape", help="B,V instead of the usual shapes")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench/sampler_gpu.py times a CUDA device and there is none here; bench/sampler.py times the CPU")
+    shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else SHAPES
+    machine = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    versions = {"keepmask": keepmask.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    bytes_per_s = bandwidth()
+    for B, V in shapes:
+        for name, options in CASES.items():
+            if args.only not in name:
+                continue
+            for row in measure(B, V, name, options, bytes_per_s):
+                report(row | machine | versions, args.json)
+
+
+if __name__ == "__main__":
+    main()
