@@ -51,6 +51,7 @@ class Peer:
                 cwd=tempfile.gettempdir(),
             )
         except OSError as error:
+            self._said.close()
             raise BackendError(f"--peer-python {python}: {error.strerror or error}") from error
         self.version: str = self._answer(_START_S)["version"]
 
@@ -77,16 +78,16 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; once is enough."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.close()  # its loop over lines ends
             self._process.wait(timeout=20)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.stdout.close()
         self._said.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class Peer:
         self._process.wait()
         self._said.seek(0)
         tail = " | ".join(self._said.read().strip().splitlines()[-3:])
+        self.close()
         return BackendError(f"{self.name} ({self._python}): {what}: {tail or 'no message'}")
 
 
