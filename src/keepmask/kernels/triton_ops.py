@@ -20,6 +20,7 @@ __all__ = [
     "MINUS_INFINITY_KEY",
     "column",
     "gumbel",
+    "interpreted",
     "jit",
     "least_key_from",
     "near_noise",
@@ -43,6 +44,11 @@ def jit(function: Callable[..., Any]) -> Any:
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return function.__code__.co_varnames[: function.__code__.co_argcount]
+
+
+def interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter, and so on CPU tensors."""
+    return not isinstance(order_key, triton.JITFunction)
 
 
 def column(name: str) -> Any:

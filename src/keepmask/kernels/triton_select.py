@@ -97,21 +97,21 @@ def kth_reach(
     reach_ptr: tl.tensor, num_groups: tl.tensor, k: tl.tensor, low: tl.tensor, high: tl.tensor, GROUPS: tl.constexpr
 ) -> tl.tensor:
     """A key that at least k of the maxima reach, and an eighth more at most unless they are equal; k <= num_groups."""
-    least, most = low.to(tl.int64), high.to(tl.int64)
+    least, most = low, high
     while least < most:
-        middle = (least + most + 1) >> 1
+        middle = ((least.to(tl.int64) + most + 1) >> 1).to(tl.int32)
         count = 0
         for start in range(0, num_groups, GROUPS):
             g = start + tl.arange(0, GROUPS)
             reach = tl.load(reach_ptr + g, mask=g < num_groups, other=BELOW_ALL)
-            count += tl.sum((reach.to(tl.int64) >= middle).to(tl.int32), 0)
+            count += tl.sum((reach >= middle).to(tl.int32), 0)
         if count < k:
             most = middle - 1
         else:
             least = middle
             if count <= k + k // 8:
                 most = middle
-    return least.to(tl.int32)
+    return least
 
 
 @jit

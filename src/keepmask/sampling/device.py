@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from keepmask.errors import ConfigError
 from keepmask.kernels import candidates, capture, draw_table
 from keepmask.kernels.capture import Cut, Supports
 from keepmask.kernels.draw_table import Candidates, Draws, DrawTable, Impl
@@ -60,10 +61,21 @@ class DeviceDraw:
         """Draw for every row."""
         device = head.logits.device
         if device not in self._copies:
+            self._check(device)
             self._copies[device] = HostCopies(device)
         host = self._host.get(rows, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return _Step(head, rows, self._spec, host, self._copies[device], self._impl).run()
+
+    def _check(self, device: torch.device) -> None:
+        if self._impl == "triton" and device.type == "cpu":
+            from keepmask.kernels.triton_ops import interpreted
+
+            if not interpreted():
+                raise ConfigError(
+                    "impl='triton' with logits on cpu: needs Triton's interpreter; use impl='auto', or set "
+                    "TRITON_INTERPRET=1 in the environment of the process"
+                )
 
 
 class Group(NamedTuple):

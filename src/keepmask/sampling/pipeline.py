@@ -99,6 +99,7 @@ class Sampler:
     def sample(self, head: Head, rows: Sequence[SamplingRow]) -> SampledBatch:
         """Draw the next token of each row. head: logits [B, V] of these rows. Appends nothing.
 
+        On a CUDA device it waits for the draws; their supports are then on their way, in the batch's `mask`.
         A row that cannot be drawn from has its error in the result; nothing is raised for it.
         """
         assert head.logits.shape == (len(rows), self.spec.vocab_size)
