@@ -238,6 +238,13 @@ def test_a_batch_without_masks_copies_no_supports(impl):
     assert batch.logprobs.row_logprobs(0) is None
 
 
+def test_kernels_without_a_device_or_the_interpreter_are_refused(monkeypatch):
+    monkeypatch.setattr("keepmask.kernels.triton_ops.interpreted", lambda: False)
+    sampler = Sampler(masks(9), impl="triton")
+    with pytest.raises(ConfigError, match="logits on cpu: needs Triton's interpreter; use impl='auto'"):
+        sampler.sample(DenseHead(torch.zeros(1, 9)), [open_row(sampler)])
+
+
 def test_the_form_of_cuda_devices_can_be_asked_for_by_name():
     assert Sampler(masks(9), impl="triton").impl == "triton"
     with pytest.raises(ConfigError, match="impl='gpu': must be 'auto', 'reference', 'fast' or 'triton'"):
