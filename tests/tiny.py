@@ -20,6 +20,7 @@ CHAT_TEMPLATE = """{% for message in messages -%}
 
 ARCHITECTURES = {
     "llama": {},
+    "qwen2": {},  # biased queries, keys and values
     "qwen3": {},  # normalised queries and keys
     "mistral": {"sliding_window": WINDOW},
     "gemma3_text": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},  # windows in one layer of two
@@ -61,8 +62,7 @@ def save(folder: Path, architecture: str, *, seed: int = 0, **changes) -> Path:
     model = AutoModelForCausalLM.from_config(config(architecture, **changes))
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.ndim > 1:
-                weight *= 5
+            weight.copy_(weight * 5 if weight.ndim > 1 else weight + 0.2 * torch.randn_like(weight))
     model.save_pretrained(folder)
     return folder
 

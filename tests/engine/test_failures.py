@@ -148,6 +148,20 @@ def test_a_model_that_computes_nan_for_a_request_ends_that_request(llm, monkeypa
     assert failed.outputs[0].token_ids == []
 
 
+def test_prompt_logprobs_are_left_out_where_the_model_computes_nan(llm, monkeypatch):
+    working = llm.engine.runner.forward
+
+    def forward(batch, copies):
+        hidden = working(batch, copies).clone()
+        hidden[2] = math.nan
+        return hidden
+
+    monkeypatch.setattr(llm.engine.runner, "forward", forward)
+    prompt = {"prompt_token_ids": [GOOD, 5, 6, 7, 8]}
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert [entry is None for entry in output.prompt_logprobs] == [True, False, False, True, False]
+
+
 def test_a_block_that_held_nan_does_no_harm_to_its_next_owner(tiny_llm):
     llm = tiny_llm(kv_cache_memory_bytes=2**18, logprobs_mode="processed_logprobs")
     expected = [essence(output) for output in generate(llm, [GOOD, GOOD + 1])]

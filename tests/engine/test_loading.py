@@ -1,5 +1,6 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,48 @@ def test_other_decoders_run_as_they_do_by_themselves(tmp_path, architecture):
         {"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False
     )
     assert len(output.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(("max_model_len", "loads"), [(None, False), (65, False), (64, True)])
+def test_a_rotation_that_changes_with_the_length_is_kept_to_its_first_context(tmp_path, max_model_len, loads):
+    rotation = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rotation |= {"original_max_position_embeddings": 64, "factor": 4.0}
+    folder = tiny.save(tmp_path, "phi3", rope_parameters=rotation, original_max_position_embeddings=64)
+    if loads:
+        assert load(folder, max_model_len=max_model_len).engine.max_model_len == 64
+    else:
+        message = refusal(folder, max_model_len=max_model_len)
+        assert "(phi3): longrope is supported up to 64 tokens; set max_model_len=64 or less" in message
+
+
+def test_a_rotation_of_part_of_each_head_runs(tmp_path):
+    rotation = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    load(tiny.save(tmp_path, "phi", rope_parameters=rotation, num_key_value_heads=4))
+
+
+def test_a_model_without_a_head_is_refused(tiny_checkpoint, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "get_output_embeddings", lambda _self: None)
+    assert "(llama): has no language-model head" in refusal(tiny_checkpoint("llama"))
+
+
+def test_a_config_without_a_context_length_needs_max_model_len(tiny_checkpoint, monkeypatch):
+    from transformers import LlamaConfig
+
+    folder = tiny_checkpoint("llama")
+    monkeypatch.delattr(LlamaConfig, "max_position_embeddings", raising=False)
+    monkeypatch.setattr(LlamaConfig, "__getattribute__", without_context(LlamaConfig.__getattribute__))
+    assert "names no context length; give one" in refusal(folder)
+
+
+def without_context(plain):
+    def read(self, name):
+        if name == "max_position_embeddings":
+            return None
+        return plain(self, name)
+
+    return read
 
 
 def test_a_head_that_is_more_than_a_linear_map_is_refused(tiny_checkpoint, monkeypatch):
@@ -161,6 +204,13 @@ def test_a_model_without_a_tokenizer_says_what_to_do(tiny_checkpoint):
     message = refusal(tiny_checkpoint("llama"), skip_tokenizer_init=False)
     assert message.startswith("tokenizer of")
     assert message.endswith("give tokenizer=... or skip_tokenizer_init=True")
+
+
+def test_a_tokenizer_in_python_is_refused(tiny_with_text, monkeypatch):
+    slow = SimpleNamespace(is_fast=False)
+    monkeypatch.setattr("keepmask.engine.loading.AutoTokenizer.from_pretrained", lambda *_, **__: slow)
+    message = refusal(tiny_with_text, skip_tokenizer_init=False)
+    assert message.endswith("needs a fast tokenizer (tokenizer.json)")
 
 
 def test_the_tokenizer_may_lie_elsewhere(tiny_checkpoint, tiny_with_text):

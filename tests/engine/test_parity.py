@@ -77,6 +77,21 @@ def test_prompt_logprobs_are_those_of_a_plain_forward(tiny_llm, tiny_checkpoint,
             assert entry[target].rank == 1 + (row > row[target]).sum()
 
 
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(tiny_llm):
+    llm = engine(tiny_llm, "llama", max_num_batched_tokens=7)
+    (expected,) = generate(llm, PROMPTS[:1], max_tokens=1, prompt_logprobs=V)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=V)
+    request = llm.engine.add("preempted", PROMPTS[0], params)
+    for _ in range(3):
+        llm.engine.step()
+        llm.engine._scheduler.preempt_all()
+    while not request.finished:
+        llm.engine.step()
+    shown = llm.engine.output(request).prompt_logprobs
+    assert shown[0] is None
+    assert np.abs(plain.rows(shown[1:], V) - plain.rows(expected.prompt_logprobs[1:], V)).max() < 1e-4
+
+
 @pytest.mark.parametrize(
     ("architecture", "change"),
     [

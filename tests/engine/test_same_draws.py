@@ -78,6 +78,19 @@ def test_a_batch_of_32_changes_no_draw(llm):
         assert_same(alone, together[at])
 
 
+def test_temperatures_near_zero_greedy_and_one_share_a_batch(llm):
+    temperatures = [1e-4, 0.0, 1.0, 1e-6, 1e-5]
+    params = [PARAMS.replace(temperature=value, top_p=1.0, max_tokens=12) for value in temperatures]
+    together = generate(llm, [prompt(60)] * 5, params)
+    for at, output in enumerate(together):
+        (alone,) = generate(llm, prompt(60), params[at])
+        assert_same(alone, output)
+        assert np.isfinite(output.outputs[0].sampling_mask.logprobs).all()
+        if params[at].greedy:
+            assert (output.outputs[0].sampling_mask.counts == 1).all()
+    assert [output.outputs[0].token_ids for output in together[:2]] == [together[3].outputs[0].token_ids] * 2
+
+
 def test_streaming_changes_no_draw(llm):
     (whole,) = generate(llm, prompt(1))
     steps = list(llm.stream(prompt(1), PARAMS))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -284,7 +285,7 @@ class Engine:
         return completion.state is State.FINISHED
 
     def _score_prompts(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        """Prompt log-probs of the chunks whose requests asked for them."""
+        """Prompt log-probs of the chunks whose requests asked for them; None where the logits hold NaN or +inf."""
         begin = 0
         for chunk in batch.chunks:
             request, start = chunk.completion.request, chunk.completion.num_computed
@@ -302,7 +303,8 @@ class Engine:
                 at = first - start + low
                 head = self.runner.head(rows[at : at + len(part)])
                 logits = head.float32(torch.arange(len(part), device=hidden.device))
-                known += prompt_logprobs(logits, torch.tensor(part, device=hidden.device), num_logprobs)
+                entries = prompt_logprobs(logits, torch.tensor(part, device=hidden.device), num_logprobs)
+                known += (entry if np.isfinite(entry.values).all() else None for entry in entries)
 
     def _weights_changed(self, version: str) -> str:
         self.weight_version = version

@@ -58,6 +58,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
     try:
         settings = AutoConfig.from_pretrained(source, **options)
         _refuse_unsupported(config.model, settings)
+        _refuse_moving_rotation(config, settings)
         model, found = AutoModelForCausalLM.from_pretrained(
             source,
             config=settings,
@@ -143,3 +144,17 @@ def _refuse_unsupported(name: str, settings: Any) -> None:
         raise ConfigError(
             f"model {name!r} ({settings.model_type}): layers of type {', '.join(other)} are not supported"
         )
+
+
+def _refuse_moving_rotation(config: EngineConfig, settings: Any) -> None:
+    """longrope turns every key anew when a text outgrows the first context; keys in the cache cannot follow."""
+    text = settings.get_text_config()
+    max_model_len = config.max_model_len or getattr(text, "max_position_embeddings", None) or 0
+    rotation = getattr(text, "rope_parameters", None) or {}
+    for part in (rotation, *(each for each in rotation.values() if isinstance(each, dict))):
+        limit = part.get("original_max_position_embeddings")
+        if part.get("rope_type") == "longrope" and limit and max_model_len > limit:
+            raise ConfigError(
+                f"model {config.model!r} ({settings.model_type}): longrope is supported up to {limit} tokens; set "
+                f"max_model_len={limit} or less"
+            )
