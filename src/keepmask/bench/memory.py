@@ -25,6 +25,8 @@ class Memory(NamedTuple):
     weights: int
     kv_cache: int
     """The budget, whether filled or not."""
+    after: int
+    """Resident once the workload is done: without what only loading needed."""
 
     @property
     def over(self) -> int:
@@ -50,14 +52,14 @@ def _measure(request: dict[str, Any]) -> Memory:
     ours.run(workload, workload.prompts(ours.vocab_size, seed=0), request["params"])
     runner = ours.llm.engine.runner
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
-    return Memory(_peak_resident(), sum(weights.values()), runner.kv_cache_bytes)
+    return Memory(_resident("VmHWM"), sum(weights.values()), runner.kv_cache_bytes, _resident("VmRSS"))
 
 
-def _peak_resident() -> int:
-    """Of this process since it started its program; `getrusage` would count the parent it was forked from."""
+def _resident(field: str) -> int:
+    """Bytes of this process now (VmRSS) or at most (VmHWM); `getrusage` would count the parent it was forked from."""
     with open("/proc/self/status") as lines:
-        (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return int(peak) * 1024
+        (size,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return int(size) * 1024
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def memory_row(variant: str, workload: Workload, memory: Memory) -> Row:
         "weights_mb": memory.weights / 1e6,
         "kv_cache_mb": memory.kv_cache / 1e6,
         "over_weights_and_cache_mb": memory.over / 1e6,
+        "after_mb": memory.after / 1e6,
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from keepmask.bench.phases import PHASES
 from keepmask.bench.rows import Row
@@ -23,7 +24,13 @@ def page(rows: Sequence[Row]) -> RenderableType:
         f"{facts['device']}, {facts['threads']} threads, {facts['dtype']}; {versions}; commit {facts['commit']}; "
         f"load average at start {facts['load_average']}"
     )
-    return Group(_throughput(rows), _latency(rows), _phases(rows), _memory(rows), where)
+    tables = {
+        "Tokens/s (in brackets: keepmask with masks is so many times as fast)": _throughput(rows),
+        "Latency with masks, ms": _latency(rows),
+        "Where a step's time goes, ms (mean over a run, prompts included)": _phases(rows),
+        "Peak resident memory, MB": _memory(rows),
+    }
+    return Group(*(part for title, table in tables.items() for part in (Text(title), table)), Text(where))
 
 
 def _of(rows: Sequence[Row], op: str) -> list[Row]:
@@ -34,8 +41,8 @@ def _label(row: Row) -> str:
     return Workload(**row["shape"]).label
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first)
     for column in columns:
         table.add_column(column, justify="right")
@@ -45,7 +52,7 @@ def _table(title: str, first: str, *columns: str) -> Table:
 def _throughput(rows: Sequence[Row]) -> Table:
     found = _of(rows, "throughput")
     names = list(dict.fromkeys(row["implementation"] for row in found))
-    table = _table("Tokens/s (in brackets: keepmask with masks is so many times as fast)", "requests", *names)
+    table = _table("requests", *names)
     for label in dict.fromkeys(map(_label, found)):
         cells = {row["implementation"]: _speed(row) for row in found if _label(row) == label}
         table.add_row(label, *(cells.get(name, "") for name in names))
@@ -58,9 +65,7 @@ def _speed(row: Row) -> str:
 
 
 def _latency(rows: Sequence[Row]) -> Table:
-    table = _table(
-        "Latency with masks, ms", "requests", "first token", "step p20", "p50", "p80", "floor", "over the floor"
-    )
+    table = _table("requests", "first token", "step p20", "p50", "p80", "floor", "over the floor")
     name = rows[0]["implementation"]
     first = {_label(row): row for row in _of(rows, "first token") if row["implementation"] == name}
     for row in _of(rows, "step"):
@@ -71,7 +76,7 @@ def _latency(rows: Sequence[Row]) -> Table:
 
 
 def _phases(rows: Sequence[Row]) -> Table:
-    table = _table("Where a step's time goes, ms", "requests", *PHASES)
+    table = _table("requests", *PHASES)
     found = [row for row in rows if row["op"].startswith("phase ")]
     for label in dict.fromkeys(map(_label, found)):
         table.add_row(label, *(f"{row['p50']:,.2f}" for row in found if _label(row) == label))
@@ -79,8 +84,8 @@ def _phases(rows: Sequence[Row]) -> Table:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    table = _table("Peak resident memory, MB", "", "requests", "peak", "weights", "KV budget", "over both")
+    table = _table("", "requests", "peak", "weights", "KV budget", "over both", "afterwards")
     for row in _of(rows, "peak memory"):
-        sizes = (row["p50"], row["weights_mb"], row["kv_cache_mb"], row["over_weights_and_cache_mb"])
+        sizes = (row["p50"], row["weights_mb"], row["kv_cache_mb"], row["over_weights_and_cache_mb"], row["after_mb"])
         table.add_row(row["implementation"], _label(row), *(f"{size:,.0f}" for size in sizes))
     return table
