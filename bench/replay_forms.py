@@ -36,17 +36,21 @@ class Problem:
 
 
 def supports_like(kind: str, num_tokens: int, vocab_size: int, rng: np.random.Generator) -> SamplingMask:
-    """Ragged rows as reported for real rollouts, ids distributed as 1 / rank.
+    """Ragged rows as reported for real rollouts, ids distributed as 1 / rank. `kind` is about the mean.
 
-    "8": mean about 8, median 2, p99 82, 46 % of one id. "75": mean about 75, 12 % of one id, at most 512. "500": mean
-    about 500, 3 % of one id, at most 1024.
+    "8": median 2, p99 about 80, 46 % of one id. "50": 20 % of one id, at most 500. "75": 12 % of one id, at most 512.
+    "500": even up to 1024, 3 % of one id.
     """
-    if kind == "8":
-        counts, single = 1 + np.ceil(rng.lognormal(np.log(4.8), 1.35, num_tokens)), 0.46
-    elif kind == "75":
-        counts, single = np.minimum(1 + np.ceil(rng.lognormal(np.log(38), 1.3, num_tokens)), 512), 0.12
+    single, median, spread, most = {
+        "8": (0.46, 4.8, 1.35, vocab_size),
+        "50": (0.20, 30, 1.3, 500),
+        "75": (0.12, 38, 1.3, 512),
+        "500": (0.03, 0, 0, 1024),
+    }[kind]
+    if median:
+        counts = np.minimum(1 + np.ceil(rng.lognormal(np.log(median), spread, num_tokens)), most)
     else:
-        counts, single = rng.integers(2, 1025, num_tokens), 0.03
+        counts = rng.integers(2, most + 1, num_tokens)
     counts = np.where(rng.random(num_tokens) < single, 1, counts).astype(np.int64)
     rows = []
     for count in np.minimum(counts, vocab_size // 4).tolist():

@@ -6,7 +6,8 @@ Arithmetic is float32, or float64 where the inputs are, whatever the inputs' typ
 [T, V] or [M, E].
 
 impl: "gather" is the definition, in plain PyTorch, for any device: three forms of `embedding_bag`. "numba" reads each
-row once in its own type and is several times faster on a CPU; it needs numba.
+row once in its own type and is several times faster on a CPU; "triton" does so on a GPU (`replay_scores` is where its
+logits come from). Both are optional and load on first use.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ __all__ = [
     "hidden_gradient",
     "numba_can_read",
     "pair_logits",
+    "scale_rows",
+    "triton_can_read",
     "weight_gradient_rows",
     "wide",
 ]
 
-Impl = Literal["gather", "numba"]
+Impl = Literal["gather", "numba", "triton"]
 
 _SUM = 0  # embedding_bag's number for this mode
 _BLOCK_FLOATS = 2**18  # floats in a block of gradient rows: 1 MB, which a core's cache holds
@@ -48,9 +51,29 @@ def numba_can_read(*tensors: Tensor) -> bool:
     )
 
 
+def triton_can_read(*tensors: Tensor) -> bool:
+    """Whether impl="triton" takes these tensors: it is installed; they are float32, bfloat16 or float16 in whole rows,
+    on a GPU or, under Triton's interpreter, on the CPU."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return _has_triton() and all(
+        t.dtype in dtypes and t.stride(-1) == 1 and (t.is_cuda or _interprets_triton()) for t in tensors
+    )
+
+
 @cache
 def _has_numba() -> bool:
     return find_spec("numba") is not None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interprets_triton() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 def pair_logits(
@@ -102,6 +125,10 @@ def hidden_gradient(
         from keepmask.kernels import numba_replay
 
         return numba_replay.hidden_gradient(out, rows, grad, weight, ids, offsets)
+    if impl == "triton":
+        from keepmask.kernels import triton_replay
+
+        return triton_replay.hidden_gradient(out, rows, grad, weight, ids, offsets)
     out.zero_()
     if weight.dtype == grad.dtype:
         out[rows] = _weighted_sums(weight, ids, offsets, grad).to(out.dtype)
@@ -110,6 +137,20 @@ def hidden_gradient(
         head_rows, places = _converted_rows(weight, ids[pairs])
         starts = offsets[chunk.start : chunk.stop + 1] - pairs.start
         out[rows[chunk]] = _weighted_sums(head_rows, places, starts, grad[pairs]).to(out.dtype)
+    return None
+
+
+def scale_rows(out: Tensor, rows: Tensor, factors: Tensor, derivative: Tensor) -> None:
+    """Equals `out.zero_(); out[rows] = factors[:, None] * derivative`.
+
+    out: [T, E]. rows: [A] int64. factors: [A] float32. derivative: [A, E].
+    """
+    if out.device.type == "cuda":
+        from keepmask.kernels import triton_replay
+
+        return triton_replay.scale_rows(out, rows, factors, derivative)
+    out.zero_()
+    out[rows] = (factors[:, None] * derivative).to(out.dtype)
     return None
 
 
@@ -133,6 +174,10 @@ def add_weight_gradient(
         from keepmask.kernels import numba_replay
 
         return numba_replay.add_weight_gradient(out, ids, grad, order, hidden, rows, index, offsets)
+    if impl == "triton":
+        from keepmask.kernels import triton_replay
+
+        return triton_replay.add_weight_gradient(out, ids, grad, order, hidden, rows, index, offsets)
     step = max(1, _BLOCK_FLOATS // hidden.shape[1]) if out.device.type == "cpu" else max(1, ids.numel())
     states, hidden, grad = rows[index], hidden.to(grad.dtype), grad[order]
     for start in range(0, ids.numel(), step):

@@ -8,12 +8,14 @@ impl: "gather" is the definition, in plain PyTorch, "numba" the same compiled fo
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_pairs import Impl
+__all__ = ["NEGLIGIBLE", "RowImpl", "member_logprobs", "pair_gradient", "probabilities", "row_stats", "row_sums"]
 
-__all__ = ["NEGLIGIBLE", "member_logprobs", "pair_gradient", "probabilities", "row_stats", "row_sums"]
+RowImpl = Literal["gather", "numba"]
 
 NEGLIGIBLE = -64.0
 """Log-probabilities below this, 1.6e-28, are taken as that or as nothing. Their exponentials, and products with them,
@@ -31,7 +33,7 @@ def probabilities(logprobs: Tensor) -> Tensor:
 
 
 def row_stats(
-    z: Tensor, index: Tensor, offsets: Tensor, positions: Tensor, *, impl: Impl
+    z: Tensor, index: Tensor, offsets: Tensor, positions: Tensor, *, impl: RowImpl
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each row: its largest z; sum of exp(z - largest) and of exp(z - largest) * (z - largest), float64; z of the
     pair `positions[a]`, 0 where that is -1. An empty row has largest -inf and sums 0. Four times [A].
@@ -49,7 +51,7 @@ def row_stats(
 
 
 def member_logprobs(
-    z: Tensor, index: Tensor, offsets: Tensor, peak: Tensor, log_total: Tensor, *, impl: Impl
+    z: Tensor, index: Tensor, offsets: Tensor, peak: Tensor, log_total: Tensor, *, impl: RowImpl
 ) -> Tensor:
     """[M]: (z - peak[index]) - log_total[index]."""
     if impl == "numba":
@@ -67,7 +69,7 @@ def pair_gradient(
     for_targets: Tensor | None,
     for_entropy: tuple[Tensor, Tensor] | None,
     *,
-    impl: Impl,
+    impl: RowImpl,
 ) -> Tensor:
     """[M]: the derivative by each z of the sum over rows of weighted log-probabilities of targets and entropies.
 

@@ -10,44 +10,19 @@ import torch
 from torch import Tensor
 
 from keepmask.kernels import replay_dense, replay_pairs
-from keepmask.kernels.replay_pairs import Impl, wide
-from keepmask.kernels.replay_rows import row_sums
+from keepmask.kernels.replay_logits import HeadForm, PairTransforms
+from keepmask.kernels.replay_pairs import wide
+from keepmask.kernels.replay_rows import RowImpl, row_stats, row_sums
+from keepmask.kernels.replay_scores import PairScores, score_pairs
 from keepmask.replay.source import BLOCK_FLOATS, Block
 from keepmask.replay.support import Support
 
-__all__ = ["HeadForm", "HeadGradients", "HeadLogits", "Products", "WeightGrad"]
+__all__ = ["HeadGradients", "HeadLogits", "Products", "WeightGrad"]
 
-Products = Literal["gather", "numba", "dense"]
+Products = Literal["gather", "numba", "triton", "dense"]
 WeightGrad = Literal["dense", "accumulate", "sparse_rows", "none"]
 
 _BLOCK_WEIGHTS = 2**23  # head entries converted at a time for whole rows: 32 MB of float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadForm:
-    """How hidden states and head rows make logits: scale * cap * tanh((h . w + bias) / cap).
-
-    The order is that of vLLM's logits processor. softcap and rounding None leave their step out.
-    """
-
-    softcap: float | None = None
-    scale: float = 1.0
-    rounding: Literal["bf16"] | None = None
-    """Rounds h . w + bias as a head that computes in bfloat16 does; the gradient passes as if it did not."""
-
-    def apply(self, products: Tensor) -> Tensor:
-        """The logits of h . w + bias."""
-        if self.rounding is not None:
-            products = products.bfloat16().to(products.dtype)
-        if self.softcap is not None:
-            products = self.softcap * torch.tanh(products / self.softcap)
-        return products if self.scale == 1.0 else products * self.scale
-
-    def backward(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of h . w + bias, from that of the logits and their values."""
-        if self.softcap is not None:
-            grad = grad * (1 - (logits / (self.scale * self.softcap)).square())
-        return grad if self.scale == 1.0 else grad * self.scale
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,30 +68,36 @@ class HeadLogits:
         self.max_pairs = max_pairs
         self.gradients = gradients or HeadGradients()
         self.dtype = wide(hidden.dtype)
-        self.row_impl: Impl = "numba" if products == "numba" else "gather"
+        self.row_impl: RowImpl = "numba" if products == "numba" else "gather"
 
-    def pairs(self, rows: Tensor, support: Support) -> Tensor:
-        """`LogitSource.pairs`."""
+    def score_pairs(
+        self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
+    ) -> PairScores:
+        """`LogitSource.score_pairs`. The derivative comes with "triton" only, where it costs no other pass."""
         ids = self._head_rows(support.ids)
         if self.products == "dense":
             order, index, _, _ = support.by_id
             products = torch.empty(ids.numel(), dtype=self.dtype, device=ids.device)
             products[order] = replay_dense.pair_logits(self.hidden, rows, self.weight, ids[order].long(), index)
-        else:
-            products = replay_pairs.pair_logits(
-                self.hidden, rows, self.weight, ids, support.offsets, support.row_index,
-                max_pairs=self.max_pairs, impl=self.products,
-            )  # fmt: skip
-        if self.bias is not None:
-            products = products + self.bias.to(self.dtype)[ids]
-        return self.form.apply(products)
+            logits = self.form.apply(products if self.bias is None else products + self.bias.to(self.dtype)[ids])
+            z = transforms.apply(logits).to(self.dtype)
+            stats = row_stats(z, support.row_index, support.offsets, positions, impl="gather")
+            return PairScores(logits, z, stats, None)
+        return score_pairs(
+            self.hidden, rows, self.weight, self.bias, ids, support.offsets, support.row_index, positions, self.form,
+            transforms, jacobian=jacobian and self.products == "triton", max_pairs=self.max_pairs, impl=self.products,
+        )  # fmt: skip
 
-    def backward_pairs(self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor) -> None:
+    def backward_pairs(
+        self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
+    ) -> None:
         """`LogitSource.backward_pairs`."""
         grad = self.form.backward(logits, grad)
         out = self.gradients
         if self.products == "dense":
             self._dense_backward(rows, support, grad)
+        elif out.hidden is not None and by_row is not None:
+            replay_pairs.scale_rows(out.hidden, rows, *by_row)
         elif out.hidden is not None:
             replay_pairs.hidden_gradient(
                 out.hidden, rows, grad, self.weight, self._head_rows(support.ids), support.offsets,

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_pairs import numba_can_read, wide
+from keepmask.kernels.replay_logits import HeadForm
+from keepmask.kernels.replay_pairs import numba_can_read, triton_can_read, wide
 from keepmask.mask import SamplingMask
 from keepmask.replay.autograd import HeadOptions, head_scores, table_scores
-from keepmask.replay.head import HeadForm, Products, WeightGrad
+from keepmask.replay.head import Products, WeightGrad
 from keepmask.replay.parallel import VocabParallel, local_tensors
 from keepmask.replay.plan import OnEmpty, OnOutside, as_support, plan_rows
 from keepmask.replay.scores import SupportScores
@@ -21,7 +22,7 @@ from keepmask.replay.transforms import TokenTransforms
 
 __all__ = ["Impl", "logprobs_from_hidden", "logprobs_from_logits"]
 
-Impl = Literal["auto", "gather", "numba", "dense", "reference"]
+Impl = Literal["auto", "gather", "numba", "triton", "dense", "reference"]
 
 _CONVERTED_FLOATS = 2**22  # head entries converted at a time: 16 MB of float32
 _DENSE_SHARE = 1 / 8  # of the vocabulary, in the mean support: above it three dense products are faster on a CPU
@@ -128,7 +129,7 @@ def logprobs_from_hidden(
         targets, mask, vocab_size, wide(hidden.dtype),
         transforms=transforms, entropy=entropy, ref_member_logprobs=ref_member_logprobs, on_empty=on_empty,
         on_outside=on_outside, loss_mask=loss_mask, full_log_normalizer=full_log_normalizer, members=members,
-        vocab_parallel=vocab_parallel,
+        vocab_parallel=vocab_parallel, jacobian=_wants_jacobian(hidden, entropy, ref_member_logprobs, vocab_parallel),
     )  # fmt: skip
     if impl == "reference":
         if vocab_parallel is not None or weight_grad not in ("dense", "none"):
@@ -169,6 +170,7 @@ def _job(
     full_log_normalizer: bool,
     members: bool = True,
     vocab_parallel: VocabParallel | None = None,
+    jacobian: bool = False,
 ) -> Job:
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy={entropy!r}: must be none, value or grad")
@@ -196,9 +198,19 @@ def _job(
         entropy=entropy,
         ref_member_logprobs=ref_member_logprobs,
         members=members,
+        jacobian=jacobian,
         full_log_normalizer=full_log_normalizer,
         vocab_parallel=vocab_parallel,
     )
+
+
+def _wants_jacobian(
+    hidden: Tensor, entropy: Entropy, reference: Tensor | None, vocab_parallel: VocabParallel | None
+) -> bool:
+    """Whether the log-probabilities will be differentiated by the hidden states, and probably nothing else."""
+    if vocab_parallel is not None or reference is not None or entropy == "grad":
+        return False
+    return torch.is_grad_enabled() and hidden.requires_grad
 
 
 def _named(tensors: ScoreTensors, job: Job) -> SupportScores:
@@ -223,14 +235,21 @@ def _products(impl: Impl, hidden: Tensor, weight: Tensor, job: Job, vocab_size: 
         raise ValueError(
             'impl="numba": needs numba, and contiguous float32 or bfloat16 tensors on the CPU; use impl="auto"'
         )
-    if impl in ("gather", "numba", "dense"):
+    if impl == "triton" and not triton_can_read(hidden, weight):
+        raise ValueError(
+            'impl="triton": needs Triton, a GPU (or TRITON_INTERPRET=1), and float32, bfloat16 or float16 tensors with '
+            'contiguous rows; use impl="auto"'
+        )
+    if impl in ("gather", "numba", "triton", "dense"):
         return impl
     if impl != "auto":
-        raise ValueError(f"impl={impl!r}: must be auto, gather, numba, dense or reference")
+        raise ValueError(f"impl={impl!r}: must be auto, gather, numba, triton, dense or reference")
     active = job.plan.active.support
     if weight.device.type == "cpu" and active.num_pairs > _DENSE_SHARE * active.num_rows * vocab_size:
         return "dense"
-    return "numba" if numba_can_read(hidden, weight) else "gather"
+    if numba_can_read(hidden, weight):
+        return "numba"
+    return "triton" if weight.is_cuda and triton_can_read(hidden, weight) else "gather"
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_head_rows: int) -> None:

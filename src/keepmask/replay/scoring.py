@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_rows import member_logprobs, pair_gradient, row_stats, row_sums
+from keepmask.kernels.replay_logits import PairTransforms
+from keepmask.kernels.replay_rows import member_logprobs, pair_gradient, row_sums
 from keepmask.replay.full import full_backward, full_stats
 from keepmask.replay.pairs import RowStats, divergence, divergence_gradient, finish, members_gradient
 from keepmask.replay.parallel import VocabParallel
@@ -16,7 +17,7 @@ from keepmask.replay.plan import Plan
 from keepmask.replay.scores import RowStatus
 from keepmask.replay.source import LogitSource
 from keepmask.replay.support import Support
-from keepmask.replay.transforms import PairTransforms, TokenTransforms
+from keepmask.replay.transforms import TokenTransforms
 
 __all__ = ["Entropy", "Job", "ScoreGradients", "ScoreTensors", "score", "send_back"]
 
@@ -36,6 +37,8 @@ class Job:
     ref_member_logprobs: Tensor | None = None
     """[N]."""
     members: bool = True
+    jacobian: bool = False
+    """Whether the derivative of the log-probabilities by the hidden states will be of use."""
     full_log_normalizer: bool = False
     vocab_parallel: VocabParallel | None = None
 
@@ -100,6 +103,8 @@ class Kept(NamedTuple):
     """[F]."""
     full_log_normalizer: Tensor
     """[F], of the rows scored on the whole vocabulary."""
+    jacobian: Tensor | None
+    """[A, E], of the targets' log-probabilities by the hidden states, where it came with the forward pass."""
 
 
 class ScoreGradients(NamedTuple):
@@ -115,12 +120,12 @@ def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
     """Score the rows of the plan."""
     plan, share = job.plan, job.share()
     rows, (support, pairs, positions) = plan.active.rows, share
-    logits = source.pairs(rows, support)
-    z = job.pair_transforms(share).apply(logits).to(source.dtype)
-    index, offsets, impl = support.row_index, support.offsets, source.row_impl
-    stats = _merged(RowStats(*row_stats(z, index, offsets, positions, impl=impl)), job)
+    transforms = job.pair_transforms(share)
+    logits, z, own, jacobian = source.score_pairs(rows, support, positions, transforms, jacobian=job.jacobian)
+    stats = _merged(RowStats(*own), job)
     scores = finish(stats)
-    logprobs = member_logprobs(z, index, offsets, stats.peak, scores.log_total, impl=impl)
+    index, offsets = support.row_index, support.offsets
+    logprobs = member_logprobs(z, index, offsets, stats.peak, scores.log_total, impl=source.row_impl)
     kl = None
     if job.ref_member_logprobs is not None:
         reference = job.ref_member_logprobs[pairs]
@@ -141,7 +146,7 @@ def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
     )
     if job.full_log_normalizer:
         tensors = _with_full_log_normalizer(tensors, source, job)
-    kept = Kept(logits, logprobs, scores.entropy, kl, full.entropy, full.log_normalizer)
+    kept = Kept(logits, logprobs, scores.entropy, kl, full.entropy, full.log_normalizer, jacobian)
     return tensors, kept
 
 
@@ -168,7 +173,10 @@ def send_back(source: LogitSource, job: Job, kept: Kept, gradients: ScoreGradien
         grad += members_gradient(kept.logprobs, weights, sums[index])
     slope = job.pair_transforms(share).slope(kept.logits)
     grad = grad if slope is None else (grad * slope).to(source.dtype)
-    source.backward_pairs(rows, support, kept.logits, grad)
+    by_row = None
+    if kept.jacobian is not None and gradients.logprobs is not None and not any(g is not None for g in gradients[1:]):
+        by_row = (gradients.logprobs[rows], kept.jacobian)
+    source.backward_pairs(rows, support, kept.logits, grad, by_row)
     full_rows = plan.full_rows
     if full_rows.numel() and (gradients.logprobs is not None or gradients.entropy is not None):
         full_backward(

@@ -8,7 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_pairs import Impl, wide
+from keepmask.kernels.replay_logits import PairTransforms
+from keepmask.kernels.replay_pairs import wide
+from keepmask.kernels.replay_rows import RowImpl, row_stats
+from keepmask.kernels.replay_scores import PairScores
 from keepmask.replay.support import Support
 
 __all__ = ["Block", "LogitSource", "TableLogits"]
@@ -35,14 +38,26 @@ class LogitSource(Protocol):
 
     dtype: torch.dtype
     """The type of the arithmetic and of the logits given: float32 or float64."""
-    row_impl: Impl
+    row_impl: RowImpl
     """How to compute on the pairs of rows (`replay_rows`)."""
 
-    def pairs(self, rows: Tensor, support: Support) -> Tensor:
-        """[M]: the logit of every pair of `support`, whose row a is token `rows[a]`."""
+    def score_pairs(
+        self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
+    ) -> PairScores:
+        """The pairs of `support`, whose row a is token `rows[a]` and has its target at pair `positions[a]`.
 
-    def backward_pairs(self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor) -> None:
-        """Take in the gradient [M] of what `pairs` gave, `logits`."""
+        jacobian: whether `backward_pairs` could use the derivative of the log-probabilities by the hidden states; it
+        comes only where it costs little.
+        """
+
+    def backward_pairs(
+        self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Take in the gradient [M] of the pairs' logits, whose values were `logits`.
+
+        by_row: where it is that of the targets' log-probabilities alone: their weights [A], and their derivative by
+        the hidden states as `score_pairs` gave it.
+        """
 
     def blocks(self) -> Iterator[Block]:
         """The vocabulary, or this process's share of it, piece by piece."""
@@ -56,14 +71,20 @@ class TableLogits:
         self.table = logits
         self.grad = grad
         self.dtype = wide(logits.dtype)
-        self.row_impl: Impl = "gather"
+        self.row_impl: RowImpl = "gather"
         self.ids = range(logits.shape[1])
 
-    def pairs(self, rows: Tensor, support: Support) -> Tensor:
-        """`LogitSource.pairs`."""
-        return self.table[rows[support.row_index], support.ids.long()].to(self.dtype)
+    def score_pairs(
+        self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
+    ) -> PairScores:
+        """`LogitSource.score_pairs`; there are no hidden states here."""
+        logits = self.table[rows[support.row_index], support.ids.long()].to(self.dtype)
+        z = transforms.apply(logits).to(self.dtype)
+        return PairScores(logits, z, row_stats(z, support.row_index, support.offsets, positions, impl="gather"), None)
 
-    def backward_pairs(self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor) -> None:
+    def backward_pairs(
+        self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
+    ) -> None:
         """`LogitSource.backward_pairs`."""
         if self.grad is not None:
             self.grad[rows[support.row_index], support.ids.long()] = grad.to(self.grad.dtype)

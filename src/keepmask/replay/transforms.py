@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from keepmask.errors import MaskError
+from keepmask.kernels.replay_logits import PairTransforms
 from keepmask.replay.history import LogitBias, TokenHistory
 from keepmask.replay.support import Support
 
@@ -19,44 +20,6 @@ Table = TypeVar("Table", LogitBias, TokenHistory)
 
 # Per-token parameters and the value of each that changes nothing.
 _NEUTRAL = {"temperature": 1.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PairTransforms:
-    """The transforms of some logits, element by element; None leaves a step out.
-
-    Each tensor has the shape of the logits, [N] pairs or [T, V] whole rows, or broadcasts to it.
-    """
-
-    bias: Tensor | None = None
-    repetition: Tensor | None = None
-    """The repetition penalty where the id is in the history, 1 elsewhere."""
-    subtract: Tensor | None = None
-    """Frequency penalty x count + presence penalty where the count is not 0."""
-    temperature: Tensor | None = None
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The transformed logits, differentiable in `logits`.
-
-        The bias is added, then positive ones are divided and others multiplied by the repetition penalty, then the
-        other penalties are subtracted, then all are divided by the temperature.
-        """
-        z = logits if self.bias is None else logits + self.bias
-        if self.repetition is not None:
-            z = torch.where(z > 0, z / self.repetition, z * self.repetition)
-        if self.subtract is not None:
-            z = z - self.subtract
-        return z if self.temperature is None else z / self.temperature
-
-    def slope(self, logits: Tensor) -> Tensor | None:
-        """The derivative of `apply` at each of `logits`, None where it is 1 everywhere."""
-        slope = None
-        if self.repetition is not None:
-            biased = logits if self.bias is None else logits + self.bias
-            slope = torch.where(biased > 0, 1 / self.repetition, self.repetition)
-        if self.temperature is None:
-            return slope
-        return self.temperature.reciprocal() if slope is None else slope / self.temperature
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,171 @@
+"""Time and memory of scoring drawn tokens on their supports on one GPU, forward and backward.
+
+    python bench/replay_gpu.py            all cases, one JSON row each
+    python bench/replay_gpu.py --quick    a small shape, to see that everything runs
+
+First the results of the Triton form are compared with the PyTorch definition in float64; then each case is timed,
+kernel by kernel and as a whole, beside the dense form with full logits in chunks of tokens. Rows also say what share
+of the memory bandwidth the passes over the head reach, counting every row read.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import keepmask
+from keepmask.kernels import triton_replay
+from keepmask.kernels.replay_logits import HeadForm, PairTransforms
+from keepmask.replay.logprobs import logprobs_from_hidden
+from keepmask.replay.support import Support
+from replay_forms import supports_like
+
+SHAPE = (32768, 4096, 131072)  # T, E, V
+QUICK = (1024, 512, 8192)
+KINDS = {"8": 4.0, "50": 15.0, "500": 110.0}  # kind of support, and the time in ms it should stay under
+REPEATS = 10
+
+
+def milliseconds(run: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median over the repeats, each timed with events after a warm-up."""
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(np.median(times))
+
+
+class Case:
+    def __init__(self, kind: str, T: int, E: int, V: int) -> None:
+        mask = supports_like(kind, T, V, np.random.default_rng(0))
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.kind = kind
+        self.hidden = torch.randn(T, E, generator=generator, device="cuda").bfloat16().requires_grad_()
+        self.weight = torch.randn(V, E, generator=generator, device="cuda").mul_(3 / E**0.5).bfloat16().requires_grad_()
+        self.weight.main_grad = torch.zeros(V, E, device="cuda")
+        self.support = Support.from_mask(mask, "cuda")
+        self.targets = torch.tensor(mask.ids[mask.offsets[:-1]], dtype=torch.int64, device="cuda")
+        self.advantages = torch.randn(T, generator=generator, device="cuda")
+
+    def step(self, impl: str = "triton", **options: object) -> torch.Tensor:
+        self.hidden.grad = None
+        scores = logprobs_from_hidden(
+            self.hidden, self.weight, self.targets, self.support, weight_grad="accumulate", impl=impl, **options
+        )
+        (scores.logprobs * self.advantages).sum().backward()
+        return scores.logprobs.detach()
+
+    def dense_chunks(self, chunk: int = 4096) -> None:
+        """Three products per chunk of tokens in bfloat16, of which the first keeps the support's logits only."""
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        rows, ids, bounds = self.support.row_index, self.support.ids.long(), self.support.host_offsets.tolist()
+        for start in range(0, len(hidden), chunk):
+            part = hidden[start : start + chunk]
+            low, high = bounds[start], bounds[start + len(part)]
+            place = (rows[low:high] - start, ids[low:high])
+            kept = (part @ weight.T)[place].float()
+            dense = torch.zeros(len(part), len(weight), dtype=torch.bfloat16, device="cuda")
+            dense[place] = kept.sigmoid().bfloat16()  # the softmax over rows costs the same for every form
+            _ = dense @ weight
+            self.weight.main_grad += dense.T @ part
+
+    def rows(self) -> dict[str, object]:
+        pairs, (T, E), V = self.support.num_pairs, self.hidden.shape, self.weight.shape[0]
+        active = self.support.active()
+        support, rows = active.support, active.rows
+        by_id = support.by_id
+        positions = support.target_positions(self.targets[rows])
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        grad, out = torch.randn(support.num_pairs, device="cuda"), torch.empty_like(hidden)
+        head = (hidden, rows, weight, None, support.ids, support.offsets, positions, HeadForm(), PairTransforms())
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step()
+        extra = torch.cuda.max_memory_allocated() - before
+        kernels = {
+            "forward_ms": lambda: triton_replay.score_rows(*head, jacobian=False),
+            "forward_with_derivative_ms": lambda: triton_replay.score_rows(*head, jacobian=True),
+            "hidden_gradient_ms": lambda: triton_replay.hidden_gradient(
+                out, rows, grad, weight, support.ids, support.offsets
+            ),
+            "weight_gradient_ms": lambda: triton_replay.add_weight_gradient(
+                self.weight.main_grad, by_id.ids, grad, by_id.order, hidden, rows, by_id.rows, by_id.offsets
+            ),
+        }
+        times = {name: milliseconds(run) for name, run in kernels.items()}
+        total = milliseconds(self.step)
+        gigabytes = support.num_pairs * E * 2 / 1e9
+        return {
+            "op": f"replay K {self.kind}",
+            "shape": [T, E, V],
+            "dtype": "bfloat16",
+            "implementation": "keepmask, triton",
+            "support_mean": pairs / T,
+            "unit": "ms",
+            "p50": total,
+            "limit": KINDS[self.kind],
+            **times,
+            "entropy_gradient_ms": milliseconds(lambda: self.step(entropy="grad")),
+            "forward_gb_per_s": gigabytes / (times["forward_with_derivative_ms"] / 1e3),
+            "weight_gradient_gb_per_s": gigabytes / (times["weight_gradient_ms"] / 1e3),
+            "extra_memory_mb": extra / 2**20,
+        }
+
+
+def check(T: int = 512, E: int = 1024, V: int = 4096) -> dict[str, object]:
+    """The largest deviations from the definition in float64, on a shape where that is affordable."""
+    case = Case("50", T, E, V)
+    got = case.step()
+    grads = case.hidden.grad.double(), case.weight.main_grad.double()
+    hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))
+    want = logprobs_from_hidden(hidden, weight, case.targets, case.support, impl="gather").logprobs
+    (want * case.advantages).sum().backward()
+    again = torch.zeros_like(case.weight.main_grad)
+    case.weight.main_grad = again
+    case.step()
+    return {
+        "op": "agreement with float64",
+        "logprob_max": float((got - want).abs().max()),
+        "hidden_gradient_relative": float((grads[0] - hidden.grad).norm() / hidden.grad.norm()),
+        "weight_gradient_relative": float((grads[1] - weight.grad).norm() / weight.grad.norm()),
+        "weight_gradient_repeats": bool(torch.equal(again.double(), grads[1])),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small shape")
+    args = parser.parse_args()
+    machine = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "keepmask": keepmask.__version__,
+    }
+    report(check() | machine)
+    for kind in KINDS:
+        begin = time.perf_counter()
+        case = Case(kind, *(QUICK if args.quick else SHAPE))
+        row = case.rows()
+        if kind == "8":
+            row["dense_chunks_ms"] = milliseconds(case.dense_chunks, repeats=3)
+        report(row | machine | {"seconds_in_all": time.perf_counter() - begin})
+        del case
+        torch.cuda.empty_cache()
+
+
+def report(row: dict[str, object]) -> None:
+    print(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`HeadForm` and `PairTransforms`: from the product of a hidden state and a head row to a transformed logit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["HeadForm", "PairTransforms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadForm:
+    """How hidden states and head rows make logits: scale * cap * tanh((h . w + bias) / cap).
+
+    The order is that of vLLM's logits processor. softcap and rounding None leave their step out.
+    """
+
+    softcap: float | None = None
+    scale: float = 1.0
+    rounding: Literal["bf16"] | None = None
+    """Rounds h . w + bias as a head that computes in bfloat16 does; the gradient passes as if it did not."""
+
+    def apply(self, products: Tensor) -> Tensor:
+        """The logits of h . w + bias."""
+        if self.rounding is not None:
+            products = products.bfloat16().to(products.dtype)
+        if self.softcap is not None:
+            products = self.softcap * torch.tanh(products / self.softcap)
+        return products if self.scale == 1.0 else products * self.scale
+
+    def backward(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of h . w + bias, from that of the logits and their values."""
+        if self.softcap is not None:
+            grad = grad * (1 - (logits / (self.scale * self.softcap)).square())
+        return grad if self.scale == 1.0 else grad * self.scale
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PairTransforms:
+    """The transforms of some logits, element by element; None leaves a step out.
+
+    Each tensor has the shape of the logits, [M] pairs or [T, V] whole rows, or broadcasts to it.
+    """
+
+    bias: Tensor | None = None
+    repetition: Tensor | None = None
+    """The repetition penalty where the id is in the history, 1 elsewhere."""
+    subtract: Tensor | None = None
+    """Frequency penalty x count + presence penalty where the count is not 0."""
+    temperature: Tensor | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The transformed logits, differentiable in `logits`.
+
+        The bias is added, then positive ones are divided and others multiplied by the repetition penalty, then the
+        other penalties are subtracted, then all are divided by the temperature.
+        """
+        z = logits if self.bias is None else logits + self.bias
+        if self.repetition is not None:
+            z = torch.where(z > 0, z / self.repetition, z * self.repetition)
+        if self.subtract is not None:
+            z = z - self.subtract
+        return z if self.temperature is None else z / self.temperature
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """The derivative of `apply` at each of `logits`, None where it is 1 everywhere."""
+        slope = None
+        if self.repetition is not None:
+            biased = logits if self.bias is None else logits + self.bias
+            slope = torch.where(biased > 0, 1 / self.repetition, self.repetition)
+        if self.temperature is None:
+            return slope
+        return self.temperature.reciprocal() if slope is None else slope / self.temperature
