@@ -263,7 +263,7 @@ def grow(
 ) -> tuple[int, float, np.float32]:
     """Collect the highest logits until their weight reaches `target`: their number, their weight and their bound."""
     n_blocks, t = block_max.size, float(temperature)
-    k = 32
+    k, first_bound = 32, np.float32(-np.inf)
     while True:
         bound = np.float32(-np.inf)
         if k < n_blocks:
@@ -272,15 +272,33 @@ def grow(
         if n > ids.size:
             return n, 0.0, bound
         weight = weight_sum(z[:n], temperature, shift)
+        if k == 32:
+            first_bound = bound
         if weight >= target or k >= n_blocks:
             break
         k *= 4
     if rho > 0:
-        # The exact order may differ from the rounded one, so the cut needs ids a further margin below it.
-        bound = lowered(float(lowered(float(bound), t, rho, alpha)), t, rho, alpha)
+        # Few more than enough, for each costs a rescoring; but a margin, for the exact order and weights may differ.
+        bound = min(first_bound, lowered(tight_bound(z[:n], temperature, shift, target), t, rho, alpha))
         n = collect(row, block_max, BLOCK, bound, z, ids)
         weight = weight_sum(z[: min(n, ids.size)], temperature, shift)
     return n, weight, bound
+
+
+@jit
+def tight_bound(z: NDArray[np.float32], temperature: np.float32, shift: float, target: float) -> float:
+    """About the highest value such that the logits that reach it weigh `target`; z: [n], which weigh it together."""
+    low, high = float(z.min()), float(z.max())
+    for _ in range(24):
+        middle, weight = 0.5 * (low + high), 0.0
+        for i in range(z.size):
+            if z[i] >= middle:
+                weight += math.exp(max(np.float64(z[i] / temperature) - shift, -700.0))
+        if weight >= target:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @jit
@@ -460,7 +478,7 @@ def contenders_row(
     ids: NDArray[np.int32],  # [C], out
     upper: NDArray[np.float64],  # [C], scratch
 ) -> tuple[int, int, bool]:
-    """One row of `contenders`: status, count, whether every logit is above -inf."""
+    """One row of `contenders`: status, count, whether every logit over the temperature is above -inf."""
     low, high = scan(row.view(np.int32), block_max)
     if low < MINUS_INFINITY_KEY or high >= INFINITY_KEY:
         return NOT_FINITE, 0, False
@@ -468,6 +486,7 @@ def contenders_row(
         return EMPTY, 0, False
     if not math.isfinite(value_of_key(high) / temperature):
         return NOT_FINITE, 0, False
+    full = bool(value_of_key(low) / temperature > -np.inf)
     start = 0
     while block_max[start] != high:
         start += 1
@@ -487,8 +506,8 @@ def contenders_row(
                 block, j * BLOCK, x0, least, best, n, temperature, position, completion, seed, rho, alpha, z, ids, upper
             )
             if n > ids.size:
-                return TOO_MANY, 0, bool(low > MINUS_INFINITY_KEY)
-    return OK, still_contending(z, ids, upper, n, best - near(best)), bool(low > MINUS_INFINITY_KEY)
+                return TOO_MANY, 0, full
+    return OK, still_contending(z, ids, upper, n, best - near(best)), full
 
 
 @jit
@@ -602,7 +621,7 @@ def contenders(
 ) -> None:
     """Ids that may win the draw over a whole row, that is, have the highest z / temperature + noise; mostly one.
 
-    full: whether every logit is above -inf, so that the support is the whole vocabulary.
+    full: whether every logit over the temperature is above -inf, so that the support is the whole vocabulary.
     """
     block_max = np.empty((logits.shape[1] + BLOCK - 1) // BLOCK, np.int32)
     upper = np.empty(ids.shape[1], np.float64)

@@ -68,7 +68,7 @@ def mass_cut(z: NDArray[np.float32], n: int, share: float, outside: float, inclu
     """How many of the first n entries, sorted descending, the mass cut keeps, and whether no sum came close to it.
 
     Keeps an entry while the weight before it is < share * total (<= if inclusive); total has `outside` in it. Returns
-    n + 1 where the entries do not reach the cut.
+    n + 1 where the entries do not weigh enough to tell that the next one goes.
     """
     inside = 0.0
     for i in range(n):
@@ -82,7 +82,9 @@ def mass_cut(z: NDArray[np.float32], n: int, share: float, outside: float, inclu
         if i > 0 and (before > threshold or (before == threshold and not inclusive)):
             return i, certain
         before += math.exp(np.float64(z[i]) - np.float64(z[0]))
-    return (n + 1 if outside > 0 else n), certain
+    if outside > 0 and not before - threshold > close:
+        return n + 1, certain
+    return n, certain
 
 
 @jit
@@ -185,6 +187,9 @@ def decide(
         z = z_row[:n]
         for i in range(n):
             z[i] = key_value(keys[m, i])
+        while n > 1 and z[n - 1] == -np.inf:  # the temperature took them beyond float32
+            n -= 1
+        z = z[:n]
         highest = np.float64(z[0])
         outside = sums[m, 0] * math.exp(sums[m, 1] - highest) if sums[m, 0] > 0 else 0.0
         a, start, stop, status[m] = survivors(

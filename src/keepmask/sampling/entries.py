@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from keepmask.config import LogprobsMode
 from keepmask.kernels.candidates_cpu import OK, TOO_MANY
 from keepmask.sampling.groups import Group, Ints
-from keepmask.sampling.logprobs import BatchLogprobs
+from keepmask.sampling.logprobs import BatchLogprobs, finite
 from keepmask.sampling.search import Found, Search
 
 __all__ = ["Entries", "entries_over_all", "put_entries"]
@@ -64,7 +64,8 @@ def entries_over_all(
     """
     items, asked = group.items, search.host.num_logprobs
     z = token_z / temperature[items]
-    stored = z if group.exact else group.stored(token_ids) / temperature[items]
+    with np.errstate(over="ignore"):
+        stored = z if group.exact else group.stored(token_ids) / temperature[items]
     k = np.clip(asked, 1 if group.exact else NUM_RESCORED, search.V)
     found, ranks = search.best(group, temperature, k, token_ids, stored)
     for m in np.flatnonzero(found.status == TOO_MANY).tolist():
@@ -83,8 +84,8 @@ def entries_over_all(
     T = max(0, int(num_top.max()))
     top_z = top_z[:, :T]
     # Subtracted one after the other: the highest logit's log-prob keeps all its digits.
-    logprobs = ((z - highest) - log_totals).astype(np.float32)
-    top_logprobs = ((top_z - highest[:, None]) - log_totals[:, None]).astype(np.float32)
+    logprobs = finite((z - highest) - log_totals)
+    top_logprobs = finite((top_z - highest[:, None]) - log_totals[:, None])
     top_ids = (keys[:, :T] & 0xFFFFFFFF).astype(np.int32)
     return Entries(z, logprobs, ranks, top_ids, top_z, top_logprobs, num_top), highest + log_totals
 
@@ -98,7 +99,8 @@ def key_values(keys: NDArray[np.int64]) -> NDArray[np.float32]:
 def _sort_whole(search: Search, group: Group, found: Found, m: int, temperature: float, k: int) -> None:
     """Find the k best of a row that holds more equal logits than there is room for."""
     exact = search.exact_rows(group)[0].numpy()
-    z = (exact / np.float32(temperature)).astype(np.float64)
+    with np.errstate(over="ignore"):
+        z = (exact / np.float32(temperature)).astype(np.float64)
     n = min(k, int((z > -np.inf).sum()))
     best = np.argsort(-z, kind="stable")[:n]
     weights = np.exp(z - z[best[0]])

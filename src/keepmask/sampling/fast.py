@@ -26,6 +26,7 @@ from keepmask.sampling.entries import Entries, entries_over_all, put_entries
 from keepmask.sampling.groups import Group, Ints
 from keepmask.sampling.head import Head
 from keepmask.sampling.host import HostParams
+from keepmask.sampling.logprobs import finite
 from keepmask.sampling.processors import changes_logits, changes_values, process
 from keepmask.sampling.reference import draw_sorted, not_finite_error, put_reference
 from keepmask.sampling.row import SamplingRow
@@ -229,13 +230,12 @@ class _Step:
             if self.processed:
                 self.put_entries(asking.items, entries)
         for m in np.flatnonzero(~full).tolist():
-            b = int(items[m])
-            ids = np.flatnonzero(group.one(m).rows()[0].float().numpy() > -np.inf).astype(np.int32)
-            logprobs = np.zeros(ids.size, np.float32)
-            if with_logprobs[m]:
-                z = self.search.exact_rows(group.one(m))[0].numpy()[ids] / temperature[b]
-                logprobs = (z.astype(np.float64) - log_totals[m]).astype(np.float32)
-            self.drawn.put_support(b, ids, logprobs, self.search.V)
+            one = group.one(m)
+            logits = self.search.exact_rows(one) if with_logprobs[m] else one.rows().float()
+            z = (logits[0] / torch.from_numpy(temperature[items[m : m + 1]])).numpy()
+            ids = np.flatnonzero(z > -np.inf).astype(np.int32)
+            logprobs = finite(z[ids].astype(np.float64) - log_totals[m])
+            self.drawn.put_support(int(items[m]), ids, logprobs, self.search.V)
 
     # ------------------------------------------------------------ common
 

@@ -76,9 +76,9 @@ class BatchLogprobs:
         return TokenLogprobs(self.ids[i, :n], self.values[i, :n], self.ranks[i, :n]) if n else None
 
 
-def finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """-inf, the rounding of a value below float32's range or of an impossible id, becomes float32's lowest number."""
-    return np.maximum(values, np.finfo(np.float32).min)
+def finite(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.float32]:
+    """float32 values, where -inf and what lies below float32's range become its lowest number."""
+    return np.maximum(values, np.finfo(np.float32).min).astype(np.float32, copy=False)
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, num_logprobs: int) -> list[TokenLogprobs]:

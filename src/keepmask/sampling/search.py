@@ -25,6 +25,8 @@ MAX_CANDIDATES = 4096
 """Rows with more are sorted whole."""
 MAX_CONTENDERS = 256
 """Rows with more ids that may win are taken in float32."""
+LEAST_RESCORED = 32
+"""Rows with fewer candidates are rescored together."""
 SORTED_AT_ONCE = 256
 """Widest padded rows that are sorted in one call."""
 
@@ -167,11 +169,16 @@ class Search:
 
     def _rescore(self, group: Group, found: Found) -> None:
         """Replace rounded logits by the exact ones."""
-        width = int(found.counts.max(initial=0))
-        if group.exact or not width:
+        if group.exact:
             return
-        ids = np.where(np.arange(width) < found.counts[:, None], found.ids[:, :width], 0).astype(np.int64)
-        found.z[:, :width] = self._head.rescore(torch.from_numpy(group.items), torch.from_numpy(ids)).numpy()
+        # Rows of about the same width at a time: one wide row makes no other one wider.
+        widths = 1 << np.ceil(np.log2(np.maximum(found.counts, LEAST_RESCORED))).astype(np.int64)
+        for width in np.unique(widths[found.counts > 0]).tolist():
+            rows = np.flatnonzero((widths == width) & (found.counts > 0))
+            width = min(width, int(found.counts[rows].max()))
+            inside = np.arange(width) < found.counts[rows, None]
+            ids = torch.from_numpy(np.where(inside, found.ids[rows, :width], 0).astype(np.int64))
+            found.z[rows, :width] = self._head.rescore(torch.from_numpy(group.items[rows]), ids).numpy()
 
 
 def sort_rows(keys: NDArray[np.int64], counts: Ints) -> None:
