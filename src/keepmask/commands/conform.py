@@ -70,7 +70,9 @@ def _in_process(args: argparse.Namespace) -> Report:
 
 def _over_http(args: argparse.Namespace) -> Report:
     if args.semantics is not None:
-        raise ConfigError("--semantics: chooses the profile of the sampler in this process; leave out it or the URL")
+        raise ConfigError("--semantics: chooses the profile of the sampler in this process; leave it or the URL out")
+    if not args.timeout > 0:
+        raise ConfigError(f"--timeout={args.timeout}: must be more than 0 seconds")
     from keepmask.conform.json_client import JsonClient
     from keepmask.conform.mask_routes import Route, SglangRoute, VllmRoute
     from keepmask.conform.over_http import PROMPT, HttpTarget
