@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -199,3 +201,15 @@ def test_the_full_run_covers_both_prompt_lengths_and_groups():
     assert labels[0] == "1 of 32 + 128"
     assert labels[-1] == "8 x 8 of 256 + 128"
     assert len(labels) == 11
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_peer_is_stopped_between_runs_and_gone_afterwards(tiny_checkpoint):
+    def state():
+        return Path(f"/proc/{peer._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with Peer("transformers", sys.executable, {"model": str(tiny_checkpoint("llama")), "dtype": "float32"}) as peer:
+        assert state() == "T"
+        peer.run(SMALL, SMALL.prompts(512, seed=0), {"temperature": 1.0})
+        assert state() == "T"
+    assert peer._process.poll() is not None

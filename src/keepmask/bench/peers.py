@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -25,12 +27,13 @@ PEERS: dict[str, dict[str, dict[str, float]]] = {
 """The variants of each peer: how they sample."""
 
 _START_S, _RUN_S = 300.0, 300.0
+_HAS_GROUPS = hasattr(os, "killpg")
 
 
 class Peer:
     """Starts the worker script of a peer under its own Python, which needs no keepmask.
 
-    One JSON line in, one out. Raises BackendError, with the end of what the process said, when it cannot do the work.
+    One JSON line in, one out. Between runs its processes are stopped, as some engines wait busily. Raises BackendError, with the end of what the process said, when it cannot do the work.
     name: one of `PEERS`. python: the interpreter that has the peer installed. options: what its worker takes.
     """
 
@@ -49,22 +52,26 @@ class Peer:
                 text=True,
                 env=os.environ | _environment(),
                 cwd=tempfile.gettempdir(),
+                process_group=0 if _HAS_GROUPS else None,
             )
         except OSError as error:
             self._said.close()
             raise BackendError(f"--peer-python {python}: {error.strerror or error}") from error
         self.version: str = self._answer(_START_S)["version"]
+        self._signal("SIGSTOP")
 
     def run(self, workload: Workload, prompts: list[list[int]], sampling: dict[str, float]) -> float:
         """Seconds to complete the prompts."""
         request = {"prompts": prompts, "n": workload.n, "output": workload.output, "sampling": sampling}
         assert self._process.stdin is not None
+        self._signal("SIGCONT")
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("ended") from None
         answer = self._answer(_RUN_S)
+        self._signal("SIGSTOP")
         if answer["tokens"] != workload.num_tokens:
             raise BackendError(f"{self.name}: gave {answer['tokens']} tokens instead of {workload.num_tokens}")
         return float(answer["seconds"])
@@ -78,21 +85,29 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """End the process; once is enough."""
+        """End the processes; once is enough."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
-            self._process.stdin.close()  # its loop over lines ends
-            self._process.wait(timeout=20)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._kill()
+        self._process.wait()
         self._process.stdout.close()
         self._said.close()
 
+    def _signal(self, name: str) -> None:
+        """To the worker and whatever it started, where the platform has process groups."""
+        if _HAS_GROUPS:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, getattr(signal, name))
+
+    def _kill(self) -> None:
+        self._signal("SIGKILL")
+        self._process.kill()
+
     def _answer(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None
-        timer = threading.Timer(seconds, self._process.kill)
+        timer = threading.Timer(seconds, self._kill)
         timer.start()
         try:
             line = self._process.stdout.readline()
@@ -104,7 +119,7 @@ class Peer:
         return answer
 
     def _failure(self, what: str) -> BackendError:
-        self._process.kill()
+        self._kill()
         self._process.wait()
         self._said.seek(0)
         tail = " | ".join(self._said.read().strip().splitlines()[-3:])

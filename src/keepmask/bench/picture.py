@@ -16,10 +16,9 @@ __all__ = ["save_picture"]
 
 
 def save_picture(path: Path, rows: Sequence[Row]) -> None:
-    """Draw the rows of the shortest prompts. path: its ending chooses the format, such as .png or .svg."""
-    shown = [row for row in rows if row["shape"]["n"] == 1]
-    shortest = min(row["shape"]["prompt"] for row in shown)
-    shown = [row for row in shown if row["shape"]["prompt"] == shortest]
+    """Draw the rows of the workloads whose phases are known. path: its ending chooses the format, such as .png or .svg."""
+    shapes = [row["shape"] for row in rows if row["op"].startswith("phase ")]
+    shown = [row for row in rows if row["shape"] in shapes]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _throughput(left, shown)

@@ -13,7 +13,7 @@ from keepmask.bench.workload import Workload
 
 __all__ = ["Measured", "measure"]
 
-_TRANSFORMERS_AT = 64  # completions: the one size plain `generate` is measured at
+_TRANSFORMERS_AT = 64  # requests: the one size plain `generate` is measured at
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ def _runs(
     for variant, asks in VARIANTS.items():
         yield lambda: measured.ours[variant].append(ours.run(workload, prompts, asks))  # noqa: B023
     for peer in peers:
-        if peer.name == "transformers" and workload.num_sequences != _TRANSFORMERS_AT:
+        if peer.name == "transformers" and workload.requests != _TRANSFORMERS_AT:
             continue
         for variant, sampling in PEERS[peer.name].items():
             yield lambda: measured.peers[variant].append(peer.run(workload, prompts, sampling))  # noqa: B023

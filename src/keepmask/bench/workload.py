@@ -74,5 +74,5 @@ class Sizes:
         return found
 
 
-FULL = Sizes(requests=(1, 8, 32, 64, 128), prompts=(32, 256), output=128, groups=True, seconds=440, rounds=5)
+FULL = Sizes(requests=(1, 8, 32, 64, 128), prompts=(32, 256), output=128, groups=True, seconds=400, rounds=5)
 QUICK = Sizes(requests=(1, 8, 64), prompts=(32,), output=32, groups=False, seconds=20, rounds=3)

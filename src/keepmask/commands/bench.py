@@ -139,7 +139,7 @@ def _rows(
         for row in timing_rows(workload, measured, floor):
             yield row | facts
     for workload in workloads:
-        if workload.n == 1:
+        if workload.n == 1 and workload.prompt == workloads[0].prompt:
             phases = ours.phases(workload, workload.prompts(ours.vocab_size, seed=0), asks)
             for row in phase_rows(workload, phases):
                 yield row | facts
