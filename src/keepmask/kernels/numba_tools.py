@@ -115,7 +115,7 @@ def _from_bits(typing_context: Any, x: Any) -> Any:
     )
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
+@numba.njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def exp(x: Any) -> Any:
     """e**x in float32, within 2 units in the last place, for x in [-80, 80]; NaN for NaN."""
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
