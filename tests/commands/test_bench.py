@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -205,11 +206,17 @@ def test_the_full_run_covers_both_prompt_lengths_and_groups():
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_a_peer_is_stopped_between_runs_and_gone_afterwards(tiny_checkpoint):
-    def state():
-        return Path(f"/proc/{peer._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    def stops():
+        """Whether it is stopped, as soon as the signal has reached it."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if Path(f"/proc/{peer._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                return True
+            time.sleep(0.01)
+        return False
 
     with Peer("transformers", sys.executable, {"model": str(tiny_checkpoint("llama")), "dtype": "float32"}) as peer:
-        assert state() == "T"
+        assert stops()
         peer.run(SMALL, SMALL.prompts(512, seed=0), {"temperature": 1.0})
-        assert state() == "T"
+        assert stops()
     assert peer._process.poll() is not None

@@ -33,7 +33,8 @@ _HAS_GROUPS = hasattr(os, "killpg")
 class Peer:
     """Starts the worker script of a peer under its own Python, which needs no keepmask.
 
-    One JSON line in, one out. Between runs its processes are stopped, as some engines wait busily. Raises BackendError, with the end of what the process said, when it cannot do the work.
+    One JSON line in, one out. Between runs its processes are stopped, as some engines wait busily.
+    Raises BackendError, with the end of what the process said, when it cannot do the work.
     name: one of `PEERS`. python: the interpreter that has the peer installed. options: what its worker takes.
     """
 

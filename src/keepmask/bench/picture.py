@@ -16,7 +16,7 @@ __all__ = ["save_picture"]
 
 
 def save_picture(path: Path, rows: Sequence[Row]) -> None:
-    """Draw the rows of the workloads whose phases are known. path: its ending chooses the format, such as .png or .svg."""
+    """Draw the rows of the workloads whose phases are known. The ending of `path` is the format."""
     shapes = [row["shape"] for row in rows if row["op"].startswith("phase ")]
     shown = [row for row in rows if row["shape"] in shapes]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
