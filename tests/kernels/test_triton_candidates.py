@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_rows import FILTERS, bits_to_ids, interpreted, on_device, room, row, table
+from kernel_rows import FILTERS, bits_to_ids, close_scores, interpreted, on_device, room, row, table
 
 from keepmask.kernels import candidates
 from keepmask.kernels.capture import compact
@@ -105,6 +105,26 @@ def test_supports_wider_than_the_arrays_become_bits():
     assert widths[2] == 3
 
 
+@pytest.mark.parametrize("k", [WIDTH - 1, WIDTH, WIDTH + 1])
+def test_supports_on_either_side_of_the_width_are_exact(k):
+    z = np.random.default_rng(3).permutation(V).astype(np.float32) / 10
+    _, _, _, ids, _, _ = decided(on_device(z[None]), [row(top_k=k)], "triton")[0]
+    assert ids == np.flatnonzero(z >= np.sort(z)[-k]).tolist()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_candidates_that_do_not_reach_the_mass_cut_are_not_drawn_from(impl):
+    parameters = table([row(top_p=0.9)])
+    logits = on_device(np.random.default_rng(6).normal(0, 1, (1, V)).astype(np.float32))
+    found = candidates.select(logits, parameters, capacity=V, impl="torch")
+    best = found.z[0, : found.counts[0]].sort(descending=True).indices[:5].sort().values  # far from 0.9 of the weight
+    found.z[0, :5], found.ids[0, :5] = found.z[0, best].clone(), found.ids[0, best].clone()
+    found.sums[2, 0] = torch.exp(found.z[0, :5].double() - found.sums[0, 0]).sum()
+    found.counts[0] = 5
+    candidates.decide(found, parameters, V, room(1, WIDTH, V), impl=impl)
+    assert found.status.tolist() == [TOO_MANY]
+
+
 def test_banned_ids_leave_an_unfiltered_row_an_explicit_support():
     z = np.random.default_rng(4).normal(0, 1, (2, V)).astype(np.float32)
     z[0, ::3] = -np.inf
@@ -126,6 +146,14 @@ def test_rows_that_cannot_be_drawn_from_keep_their_status_and_have_no_token():
     assert statuses[0] == NOT_FINITE
     assert draws.token_ids.tolist()[:2] == [-1, -1]
     assert draws.counts.tolist()[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("given", [{"top_k": 2}, {}], ids=["candidates", "contenders"])
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_the_two_best_scores_may_differ_by_less_than_logarithms_do(impl, given):
+    z, distance = close_scores()
+    assert 0 < distance < 5e-10
+    assert decided(on_device(z[None]), [row(seed=9, **given)], impl)[0][0] == UNCERTAIN
 
 
 def test_scores_too_close_to_tell_are_said_to_be():
