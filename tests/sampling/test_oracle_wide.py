@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from oracle_cases import IMPLS, Request, World, assert_batch, truth
 
 from keepmask.params import SamplingParams
+from oracle_cases import IMPLS, Request, World, assert_batch, truth
 
 
 def normal(V, rng):
