@@ -142,9 +142,27 @@ def test_a_context_shorter_than_the_comparison_loads(tiny_checkpoint, max_model_
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    message = refusal(tmp_path / "nowhere")
-    assert message.startswith(f"model '{tmp_path / 'nowhere'}': cannot be loaded")
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "../nowhere", "~/nowhere-at-all"])
+def test_a_path_to_no_folder_is_refused_at_once(name):
+    assert refusal(name) == (
+        f"model {name!r}: there is no such folder; "
+        "give a checkpoint folder, a Hugging Face hub id, or a packaged model: smollm2-135m"
+    )
+
+
+def test_a_name_the_hub_does_not_give_says_what_may_be_named(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("We couldn't connect.\nCheck your connection.")
+
+    monkeypatch.setattr("keepmask.engine.loading.AutoConfig.from_pretrained", unreachable)
+    message = refusal("smollm2")
+    assert "cannot be loaded: OSError: We couldn't connect. Check your connection; give a checkpoint folder" in message
+
+
+def test_a_folder_may_be_named_from_home(tiny_checkpoint, monkeypatch):
+    folder = tiny_checkpoint("llama")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert checkpoint(f"~/{folder.name}") == str(folder)
 
 
 def test_an_empty_folder_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,24 @@ __all__ = [
     "unmapped_token_ids",
 ]
 
+_LEGAL = f"give a checkpoint folder, a Hugging Face hub id, or a packaged model: {', '.join(bundled.NAMES)}"
+
 _MAX_LISTED = 4  # missing weights named in one error
 
 
 def checkpoint(name: str) -> str:
-    """Folder or hub id to load `name` from; packaged models are converted on first use."""
-    return str(bundled.path(name)) if name in bundled.NAMES else name
+    """Folder or hub id to load `name` from; packaged models are converted on first use.
+
+    Raises ConfigError for a path to no folder.
+    """
+    if name in bundled.NAMES:
+        return str(bundled.path(name))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if folder.is_absolute() or name.startswith((".", "~")):
+        raise ConfigError(f"model {name!r}: there is no such folder; {_LEGAL}")
+    return name
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -71,9 +84,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
         raise
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         where = "" if source == config.model else f" from {source}"
-        raise ConfigError(
-            f"model {config.model!r}: cannot be loaded{where}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"model {config.model!r}: cannot be loaded{where}: {_reason(error)}; {_LEGAL}") from error
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:_MAX_LISTED]) + (", ..." if len(missing) > _MAX_LISTED else "")
         raise ConfigError(
@@ -94,7 +105,7 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"tokenizer of {config.model!r}: cannot be loaded from {source}: {error}; "
+            f"tokenizer of {config.model!r}: cannot be loaded from {source}: {_reason(error)}; "
             "give tokenizer=... or skip_tokenizer_init=True"
         ) from error
     if not getattr(tokenizer, "is_fast", False):
@@ -125,6 +136,11 @@ def unmapped_token_ids(config: EngineConfig, tokenizer: Any | None, vocab_size: 
             "set one of them to False"
         )
     return tuple(sorted(set(range(vocab_size)) - set(tokenizer.get_vocab().values())))
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
 def _refuse_unsupported(name: str, settings: Any) -> None:
