@@ -1,28 +1,14 @@
-"""Candidates hold every id that the filters may keep, contenders every id that may win, for every row in the margin."""
+"""Candidates hold every id that the filters of a row may keep, for every exact row in the margin."""
 
 import numpy as np
 import pytest
 import torch
+from cpu_rows import EXACT, HALF, SIZES, rows_of, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepmask.kernels import candidates_cpu as candidates
-from keepmask.kernels import philox
-
-EXACT = (0.0, 0.0)
-HALF = (2 * 2.0**-8, 2.0**-12)
-SIZES = st.sampled_from([1, 2, 63, 64, 65, 130, 1024, 3000])
-
-
-def rows_of(V):
-    """A float32 row: smooth, with ties, flat, with bans, or huge."""
-    rng = st.integers(0, 2**32).map(np.random.default_rng)
-    smooth = st.builds(lambda rng, scale: rng.normal(0, scale, V), rng, st.floats(0.01, 30))
-    tied = st.builds(lambda rng: rng.integers(-3, 3, V) * 0.5, rng)
-    flat = st.just(np.zeros(V))
-    banned = st.builds(lambda rng: np.where(rng.random(V) < 0.8, -np.inf, rng.normal(0, 3, V)), rng)
-    huge = st.builds(lambda rng: rng.normal(0, 1, V) * 1e30, rng)
-    return st.one_of(smooth, tied, flat, banned, huge).map(lambda row: row.astype(np.float32))
+from keepmask.kernels.rows_cpu import EMPTY, NOT_FINITE, OK, TOO_MANY, all_legal
 
 
 def select(row, *, T=1.0, k=0, log_min_p=-np.inf, top_p=1.0, weighs=False, margin=EXACT, token=(-1, 0.0), C=None):
@@ -38,22 +24,15 @@ def select(row, *, T=1.0, k=0, log_min_p=-np.inf, top_p=1.0, weighs=False, margi
     return ids[0, :n], z[0, :n], sums[0], int(status[0]), int(tokens[0, 1])
 
 
-def within(row, margin, rng):
-    """An exact row that may be stored as `row`."""
-    finite = np.where(np.isfinite(row), row, np.float32(0))
-    room = margin[0] * np.abs(finite) + margin[1]
-    return np.where(np.isfinite(row), finite + rng.uniform(-1, 1, row.size) * room, row).astype(np.float32)
-
-
 @pytest.mark.parametrize("margin", [EXACT, HALF])
 @given(st.data(), SIZES, st.integers(1, 3000), st.sampled_from([1.0, 0.3, 1.7]), st.integers(0, 2**32))
 def test_the_k_highest_and_their_ties_are_candidates(margin, data, V, k, T, seed):
     row, k = data.draw(rows_of(V)), min(k, V)
     ids, z, _, status, _ = select(row, T=T, k=k, margin=margin)
     if not np.isfinite(row).any():
-        assert status == candidates.EMPTY
+        assert status == EMPTY
         return
-    assert status == candidates.OK
+    assert status == OK
     np.testing.assert_array_equal(z, row[ids])
     assert np.unique(ids).size == ids.size
     scaled = within(row, margin, np.random.default_rng(seed)) / np.float32(T)
@@ -66,7 +45,7 @@ def test_the_k_highest_and_their_ties_are_candidates(margin, data, V, k, T, seed
 def test_ids_within_min_p_are_candidates(margin, data, V, min_p, T, seed):
     row = data.draw(rows_of(V))
     ids, _, _, status, _ = select(row, T=T, log_min_p=np.log(min_p), margin=margin)
-    if status == candidates.EMPTY:
+    if status == EMPTY:
         return
     scaled = (within(row, margin, np.random.default_rng(seed)) / np.float32(T)).astype(float)
     assert set(np.flatnonzero(scaled >= scaled.max() + np.log(min_p))) <= set(ids)
@@ -76,7 +55,7 @@ def test_ids_within_min_p_are_candidates(margin, data, V, min_p, T, seed):
 def test_candidates_of_a_mass_cut_reach_its_share_and_the_rest_is_weighed(data, V, top_p, T):
     row = data.draw(rows_of(V))
     ids, _, (outside, shift, floor), status, _ = select(row, T=T, top_p=top_p, weighs=True)
-    if status == candidates.EMPTY:
+    if status == EMPTY:
         return
     scaled = (row / np.float32(T)).astype(float)
     weights = np.exp(scaled - scaled.max())
@@ -100,7 +79,7 @@ def test_ranks_count_the_ids_before_by_logit_then_id(data, V, T):
     token = data.draw(st.integers(0, V - 1))
     scaled = row / np.float32(T)
     *_, status, rank = select(row, T=T, k=1, token=(token, scaled[token]))
-    if status == candidates.OK:
+    if status == OK:
         order = np.argsort(-scaled.astype(float), kind="stable")
         assert rank == 1 + int(np.flatnonzero(order == token)[0])
 
@@ -110,53 +89,18 @@ def test_ranks_count_the_ids_before_by_logit_then_id(data, V, T):
 def test_nan_of_either_sign_and_infinity_are_found_anywhere(bad, at):
     row = np.zeros(130, np.float32)
     row[at] = bad
-    assert select(row, k=3)[3] == candidates.NOT_FINITE
+    assert select(row, k=3)[3] == NOT_FINITE
     legal = np.ones(2, np.bool_)
-    candidates.all_legal(np.stack([np.full(130, -np.inf, np.float32), row]), legal, 0, 2)
+    all_legal(np.stack([np.full(130, -np.inf, np.float32), row]), legal, 0, 2)
     assert legal.tolist() == [True, False]
 
 
 def test_a_quotient_beyond_float32_is_not_finite():
-    assert select(np.asarray([1e38, 0], np.float32), T=1e-4, k=1)[3] == candidates.NOT_FINITE
+    assert select(np.asarray([1e38, 0], np.float32), T=1e-4, k=1)[3] == NOT_FINITE
 
 
 def test_more_candidates_than_there_is_room_for_are_told():
-    assert select(np.zeros(100, np.float32), k=5, C=50)[3] == candidates.TOO_MANY
-
-
-def contenders(row, *, T=1.0, position=0, seed=0, margin=EXACT, C=None):
-    C = C or row.size
-    z, ids = np.zeros((1, C), np.float32), np.zeros((1, C), np.int32)
-    counts, full, status = np.zeros(1, int), np.zeros(1, np.bool_), np.zeros(1, int)
-    zero = np.zeros(1, np.int64)
-    draw = (np.asarray([T], np.float32), np.asarray([position]), zero, np.asarray([seed]))
-    candidates.contenders(row[None], zero, zero, *draw, margin, z, ids, counts, full, status, 0, 1)
-    return ids[0, : counts[0]], bool(full[0]), int(status[0])
-
-
-@pytest.mark.parametrize("margin", [EXACT, HALF])
-@given(st.data(), SIZES, st.sampled_from([1.0, 0.3, 1.7]), st.integers(0, 2**40))
-def test_whoever_wins_is_a_contender(margin, data, V, T, seed):
-    row = data.draw(rows_of(V))
-    ids, full, status = contenders(row, T=T, seed=seed, position=3, margin=margin)
-    assert full == np.isfinite(row).all() or status == candidates.EMPTY
-    if status == candidates.EMPTY:
-        assert not np.isfinite(row).any()
-        return
-    noise = philox.gumbel(torch.arange(V), torch.tensor(3), torch.tensor(0), torch.tensor(seed)).numpy()
-    scores = (within(row, margin, np.random.default_rng(seed)) / np.float32(T)).astype(float) + noise
-    assert int(scores.argmax()) in ids.tolist()
-
-
-def test_contenders_are_few_in_exact_rows():
-    rng = np.random.default_rng(0)
-    for seed, scale in enumerate((0.0, 0.1, 1.0, 5.0)):
-        row = rng.normal(0, scale, 49152).astype(np.float32)
-        assert contenders(row, seed=seed)[0].size == 1
-
-
-def test_contenders_beyond_the_room_are_told():
-    assert contenders(np.full(200, 500, np.float32), margin=HALF, C=4)[2] == candidates.TOO_MANY
+    assert select(np.zeros(100, np.float32), k=5, C=50)[3] == TOO_MANY
 
 
 @given(st.data(), SIZES, st.integers(1, 200), st.floats(0.1, 0.9))
@@ -173,8 +117,3 @@ def test_bfloat16_bits_are_read_as_their_floats(data, V, k, top_p):
     expected = select(wide, k=min(k, V), top_p=top_p, weighs=True, margin=HALF)
     assert ids[0, : counts[0]].tolist() == expected[0].tolist()
     assert (sums[0].tolist(), int(status[0])) == (expected[2].tolist(), expected[3])
-    full = np.zeros(1, np.bool_)
-    candidates.contenders_bfloat16(bits, zero, zero, one, zero, zero, zero, HALF, z, ids, counts, full, status, 0, 1)
-    mine, *told = contenders(wide, margin=HALF)
-    assert ids[0, : counts[0]].tolist() == mine.tolist()
-    assert told == [bool(full[0]), int(status[0])]

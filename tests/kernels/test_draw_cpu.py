@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepmask.kernels import draw_cpu as draws
-from keepmask.kernels.candidates_cpu import NOT_FINITE, OK
+from keepmask.kernels.rows_cpu import NOT_FINITE, OK
 
 LOGITS = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**126, min_value=-(2.0**126))
 ZERO = np.zeros(1, np.int64)

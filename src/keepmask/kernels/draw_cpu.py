@@ -12,14 +12,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from keepmask.kernels.candidates_cpu import NOT_FINITE, OK, near, order_key, value_of_key
+from keepmask.kernels.contenders_cpu import near
 from keepmask.kernels.jit import jit
 from keepmask.kernels.philox_cpu import gumbel
+from keepmask.kernels.rows_cpu import NOT_FINITE, OK, order_key, value_of_key
 
 __all__ = ["INSUFFICIENT", "PADDING", "UNCERTAIN", "decide", "encode", "settle"]
 
 UNCERTAIN, INSUFFICIENT = 4, 5
-"""Status of a row: a decision is too close; candidates are missing. The others are those of `candidates_cpu`."""
+"""Status of a row: a decision is too close; candidates are missing. The others are those of `rows_cpu`."""
 
 PADDING = np.int64(2**63 - 1)
 """A key after all others."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.config import LogprobsMode
-from keepmask.kernels.candidates_cpu import OK, TOO_MANY
+from keepmask.kernels.rows_cpu import OK, TOO_MANY
 from keepmask.sampling.groups import Group, Ints
 from keepmask.sampling.logprobs import BatchLogprobs, finite
 from keepmask.sampling.search import Found, Search

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keepmask.kernels import candidates_cpu as candidates
-from keepmask.kernels import draw_cpu as draws
+from keepmask.kernels.draw_cpu import INSUFFICIENT, UNCERTAIN
 from keepmask.kernels.jit import RowThreads
+from keepmask.kernels.rows_cpu import NOT_FINITE, OK, TOO_MANY
 from keepmask.sampling.batch import RowsCache
 from keepmask.sampling.capture import MAX_COMPACT_IDS
 from keepmask.sampling.drawn import Drawn
@@ -127,12 +127,12 @@ class _Step:
         """Draw for rows that a filter cuts, or that are greedy."""
         found = self.search.candidates(group)
         self.put_decided(group.items, self.decide(found, group.items), found.status)
-        short = (found.status == candidates.TOO_MANY) | (found.status == draws.INSUFFICIENT)
+        short = (found.status == TOO_MANY) | (found.status == INSUFFICIENT)
         if short.any():
             self.draw_by_sorting(group.take(short))
-        if (close := found.status == draws.UNCERTAIN).any():
+        if (close := found.status == UNCERTAIN).any():
             self.draw_by_definition(group.take(close))
-        if (bad := found.status == candidates.NOT_FINITE).any():
+        if (bad := found.status == NOT_FINITE).any():
             self.take_not_finite(group.take(bad), self.draw_truncated)
 
     def decide(self, found: Found, items: Ints) -> Decided:
@@ -147,7 +147,7 @@ class _Step:
 
     def put_decided(self, items: Ints, out: Decided, status: Ints) -> None:
         """Record the rows that were decided."""
-        done = status == candidates.OK
+        done = status == OK
         if not done.all():
             items, out = items[done], Decided._make(x[done] for x in out)
         if not items.size:
@@ -181,7 +181,7 @@ class _Step:
                 self.drawn.errors[int(item[0])] = not_finite_error(self.rows[item[0]])
                 continue
             self.put_decided(item, self.decide(found, item), found.status)
-            if found.status[0] == draws.UNCERTAIN:
+            if found.status[0] == UNCERTAIN:
                 self.draw_by_definition(group.one(m))
 
     def draw_by_definition(self, group: Group) -> None:
@@ -199,19 +199,19 @@ class _Step:
         found = self.search.contenders(group)
         if not (group.exact or group.bans):
             # Half precision may have made -inf of a finite logit, which belongs to the support.
-            found.status[(found.status == candidates.OK) & ~found.full] = candidates.NOT_FINITE
+            found.status[(found.status == OK) & ~found.full] = NOT_FINITE
         token_ids, token_z = self.search.settle(found, group.items)
-        done = found.status == candidates.OK
+        done = found.status == OK
         if done.any():
             self.put_whole(group.take(done), found.full[done], token_ids[done], token_z[done])
-        many, close = found.status == candidates.TOO_MANY, found.status == draws.UNCERTAIN
+        many, close = found.status == TOO_MANY, found.status == UNCERTAIN
         if many.any() and not group.exact:
             self.draw_whole(self.exact_group(group.take(many)))
         elif many.any():
             close |= many
         if close.any():
             self.draw_by_definition(group.take(close))
-        if (bad := found.status == candidates.NOT_FINITE).any():
+        if (bad := found.status == NOT_FINITE).any():
             self.take_not_finite(group.take(bad), self.draw_whole)
 
     def put_whole(self, group: Group, full: NDArray[np.bool_], token_ids: Ints, token_z: NDArray[np.float32]) -> None:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepmask.kernels import candidates_cpu as candidates
+from keepmask.kernels import contenders_cpu as contenders
 from keepmask.kernels import draw_cpu as draws
+from keepmask.kernels import rows_cpu
 from keepmask.kernels.jit import RowThreads
 from keepmask.sampling.groups import Group, Ints
 from keepmask.sampling.head import Head
@@ -101,7 +103,7 @@ class Search:
         """What may win the draw over whole rows."""
         host, M = self.host, group.items.size
         found = self._found(M, MAX_CONTENDERS)
-        kernel = candidates.contenders if group.x.dtype == np.float32 else candidates.contenders_bfloat16
+        kernel = contenders.contenders if group.x.dtype == np.float32 else contenders.contenders_bfloat16
         draw = (host.temperature, self.positions, host.completions, host.seeds, (group.rho, group.alpha))
         results = (found.z, found.ids, found.counts, found.full, found.status)
         self._threads.run(kernel, M, 4 * M * self.V, group.x, group.x_rows, group.items, *draw, *results)
@@ -147,7 +149,7 @@ class Search:
         if logits.dtype != torch.float32:
             return (logits < torch.inf).all(-1).tolist()
         legal = np.empty(len(logits), np.bool_)
-        self._threads.run(candidates.all_legal, legal.size, logits.numel(), logits.numpy(), legal)
+        self._threads.run(rows_cpu.all_legal, legal.size, logits.numel(), logits.numpy(), legal)
         return legal.tolist()
 
     def _select(
