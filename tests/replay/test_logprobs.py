@@ -208,6 +208,22 @@ def test_a_row_of_one_id_is_exactly_zero(impl):
     assert got.row_status.tolist() == [RowStatus.SINGLETON] * 3
 
 
+def test_a_greedy_token_of_several_ids_is_refused_and_one_of_a_single_id_is_not():
+    tokens = [Token([1, 2], 2), Token([5], 5, temperature=0.0), Token([1, 2], 1, temperature=0.0)]
+    arguments = (torch.randn(3, E), torch.randn(V, E), targets_of(tokens), support_of(tokens))
+    with pytest.raises(MaskError, match="row 2: temperature 0: must be positive, and below 1e-5 a draw is greedy"):
+        logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
+    scored = torch.tensor([True, True, False])
+    got = logprobs_from_hidden(*arguments, transforms=transforms_of(tokens), loss_mask=scored)
+    assert got.logprobs[1:].tolist() == [0, 0]
+    tokens[2] = Token(None, 1, temperature=0.0)
+    with pytest.raises(MaskError, match="row 2: temperature 0"):
+        logprobs_from_hidden(*arguments[:2], targets_of(tokens), support_of(tokens), transforms=transforms_of(tokens))
+    tokens[2] = Token([1, 2], 1, repetition_penalty=0.0)
+    with pytest.raises(MaskError, match="row 2: repetition_penalty 0: must be positive"):
+        logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_tokens_outside_the_loss_mask_cost_nothing_and_get_nothing(impl):
     problem = Problem(8)
@@ -283,6 +299,9 @@ def test_what_does_not_fit_together_is_refused():
     for name in ("impl", "entropy", "on_empty", "on_outside", "weight_grad"):
         with pytest.raises(ValueError, match=f"{name}='best'"):
             logprobs_from_hidden(hidden, weight, targets, support, **{name: "best"})
+    for name, value in (("softcap", 0.0), ("logit_scale", 0.0), ("logit_rounding", "fp16"), ("max_pairs", 0)):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            logprobs_from_hidden(hidden, weight, targets, support, **{name: value})
     with pytest.raises(ValueError, match="numba"):
         logprobs_from_hidden(hidden.double(), weight.double(), targets, support, impl="numba")
 

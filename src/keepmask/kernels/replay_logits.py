@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,14 @@ class HeadForm:
     scale: float = 1.0
     rounding: Literal["bf16"] | None = None
     """Rounds h . w + bias as a head that computes in bfloat16 does; the gradient passes as if it did not."""
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap}: must be a positive number; None leaves it out")
+        if self.scale == 0 or not math.isfinite(self.scale):
+            raise ValueError(f"logit_scale={self.scale}: must be a number other than 0; 1.0 changes nothing")
+        if self.rounding not in (None, "bf16"):
+            raise ValueError(f'logit_rounding={self.rounding!r}: must be "bf16", or None for none')
 
     def apply(self, products: Tensor) -> Tensor:
         """The logits of h . w + bias."""

@@ -147,7 +147,7 @@ def logprobs_from_hidden(
         form=form,
         ids=ids,
         products=_products(impl, hidden, weight, job, vocab_size),
-        max_pairs=max(1, _CONVERTED_FLOATS // weight.shape[1]) if max_pairs is None else max_pairs,
+        max_pairs=_max_pairs(max_pairs, weight.shape[1]),
         weight_grad=weight_grad,
         parameter=parameter,
     )
@@ -202,6 +202,12 @@ def _job(
         full_log_normalizer=full_log_normalizer,
         vocab_parallel=vocab_parallel,
     )
+
+
+def _max_pairs(given: int | None, size: int) -> int:
+    if given is not None and given < 1:
+        raise ValueError(f"max_pairs={given}: must be at least 1; None takes what fits in 16 MB")
+    return max(1, _CONVERTED_FLOATS // size) if given is None else given
 
 
 def _wants_jacobian(

@@ -57,13 +57,15 @@ class Job:
 
     def pair_transforms(self, share: Share) -> PairTransforms:
         """The transforms of the pairs of `share`; found once for all passes over a batch."""
-        transforms = self.transforms
+        transforms, rows = self.transforms, self.plan.active.rows
         if transforms is None:
             return PairTransforms()
-        rows = self.plan.active.rows
-        return self.support.remember(
-            "pair_transforms", (share, transforms), lambda: transforms.select(rows).at(share.support)
-        )
+
+        def found() -> PairTransforms:
+            transforms.check(torch.cat([rows, self.plan.full_rows]))
+            return transforms.select(rows).at(share.support)
+
+        return self.support.remember("pair_transforms", (share.pairs, transforms), found)
 
 
 class Share(NamedTuple):

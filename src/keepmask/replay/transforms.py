@@ -12,9 +12,11 @@ from torch import Tensor
 from keepmask.errors import MaskError
 from keepmask.kernels.replay_logits import PairTransforms
 from keepmask.replay.history import LogitBias, TokenHistory
-from keepmask.replay.support import Support
+from keepmask.replay.support import Support, listed_rows
 
 __all__ = ["LogitBias", "PairTransforms", "TokenHistory", "TokenTransforms"]
+
+GREEDY_TEMPERATURE = 1e-5  # as in vLLM
 
 Table = TypeVar("Table", LogitBias, TokenHistory)
 
@@ -33,7 +35,7 @@ class TokenTransforms:
     num_tokens: int
     """T."""
     temperature: Tensor | None = None
-    """[T] float32, > 0. A greedy token (below 1e-5) has one id in its support, where no temperature matters."""
+    """[T] float32. A greedy token (below 1e-5) has one id in its support, where no temperature matters."""
     repetition_penalty: Tensor | None = None
     """[T] float32, > 0. Needs `history`, as the two below."""
     frequency_penalty: Tensor | None = None
@@ -54,6 +56,23 @@ class TokenTransforms:
         wrong = [f"{name} has {length}" for name, length in lengths.items() if length != self.num_tokens]
         if wrong:
             raise MaskError(f"transforms need one value for each of the {self.num_tokens} tokens; {', '.join(wrong)}")
+
+    def check(self, rows: Tensor) -> None:
+        """Raise MaskError, naming the rows, where the logits of `rows`, of several ids each, cannot be transformed.
+
+        That is: a greedy or undefined temperature, or a repetition penalty that is not positive. rows: [R] int64.
+        """
+        for name, least in (("temperature", GREEDY_TEMPERATURE), ("repetition_penalty", 0.0)):
+            values: Tensor | None = getattr(self, name)
+            if values is None:
+                continue
+            chosen = values[rows]
+            bad = ~((chosen >= least) & (chosen > 0) & chosen.isfinite())
+            if bool(bad.any()):
+                raise MaskError(
+                    f"{listed_rows(rows[bad])}: {name} {chosen[bad][0].item():g}: must be positive"
+                    + (", and below 1e-5 a draw is greedy and its row holds one id" if name == "temperature" else "")
+                )
 
     def at(self, support: Support) -> PairTransforms:
         """The transforms of the N pairs of `support`, whose row t is token t; [N] each. No [T, V] table is made."""
