@@ -181,9 +181,7 @@ def test_without_a_tokenizer_text_is_refused(make):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(
-        ConfigError, match="max_seqs: unknown engine option; known are ban_unmapped_token_ids"
-    ):
+    with pytest.raises(ConfigError, match="max_seqs: unknown engine option; known are ban_unmapped_token_ids"):
         LLM("smollm2-135m", max_seqs=4)
 
 

@@ -6,10 +6,10 @@ import socket
 import time
 
 import pytest
-from oracle_server import OracleServer
 
 from keepmask.conform.json_client import CrashedError, JsonClient, NotFoundError, RefusedError
 from keepmask.errors import BackendError
+from oracle_server import OracleServer
 
 
 def post(url, body=None, **options):

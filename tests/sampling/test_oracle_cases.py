@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from oracle_cases import IMPLS, Request, World, assert_batch, sampled
 
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler
+from oracle_cases import IMPLS, Request, World, assert_batch, sampled
 
 pytestmark = pytest.mark.parametrize("impl", IMPLS)
 

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from keepmask.params import SamplingParams
+from keepmask.sampling import Sampler
 from oracle_cases import (
     IMPLS,
     Request,
@@ -17,9 +20,6 @@ from oracle_cases import (
     truth,
     wide_logits,
 )
-
-from keepmask.params import SamplingParams
-from keepmask.sampling import Sampler
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from oracle_cases import Request, World, truth
 from scipy import stats
 
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler
+from oracle_cases import Request, World, truth
 
 DRAWS = 20_000
 ROWS = 1000

@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_cases import IMPLS, Request, World, assert_row, logits, requests, wide_logits
 
 from keepmask.params import SamplingParams
 from keepmask.sampling import Sampler
+from oracle_cases import IMPLS, Request, World, assert_row, logits, requests, wide_logits
 
 
 class RoundedHead:

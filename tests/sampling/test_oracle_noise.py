@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle_cases import Request, World, sampled
 
 import oracle
 from keepmask.kernels.philox import gumbel, uniform
 from keepmask.params import SamplingParams
 from keepmask.sampling import Sampler
+from oracle_cases import Request, World, sampled
 
 KEYS = {
     "seed": st.one_of(st.integers(-(2**63), 2**64 - 1), st.sampled_from([0, -1, 2**32, 2**63, 2**64 - 1])),

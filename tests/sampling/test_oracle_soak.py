@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from oracle_cases import IMPLS, Request, World, assert_row
 
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler
+from oracle_cases import IMPLS, Request, World, assert_row
 
 V = 20
 WORLD = World(V, eos_token_ids=(19,), banned_token_ids=(18,), thinking_start=(0,), thinking_end=(1, 2))
