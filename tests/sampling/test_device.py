@@ -206,6 +206,20 @@ def test_half_precision_logits_are_replaced_by_the_exact_ones(impl):
     assert_row(sampler.sample(head, [request.open(sampler)]), 0, world, request)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_logits_of_any_strides_are_read_right(impl):
+    spread = torch.tensor(np.random.default_rng(9).normal(0, 2, (6, 80)), dtype=torch.float32, device=DEVICE)
+    sampler = sampler_of(masks(40), impl)
+    rows = [open_row(sampler, top_p=0.9, top_k=7, seed=i) for i in range(3)]
+    for view in (spread[::2, ::2], spread[:3, 7:47], spread.T.reshape(40, 12)[:, 3:9:2].T):
+        assert view.shape == (3, 40)
+        mine = sampler.sample(DenseHead(view), rows)
+        expected = Sampler(masks(40), impl="reference").sample(DenseHead(view.contiguous()), rows)
+        assert mine.token_ids.tolist() == expected.token_ids.tolist()
+        for i in range(3):
+            assert support(mine, i) == support(expected, i)
+
+
 def test_only_what_was_asked_for_is_copied():
     V, started = 5000, []
     sampler = sampler_of(masks(V), "torch")

@@ -47,7 +47,7 @@ def select(logits: Tensor, table: DrawTable, *, capacity: int, impl: Impl = "aut
     In a whole row those are the ids with the highest s + noise, in any other the ids that all of these hold:
     s >= the select_k-th highest s; s >= the highest + select_log_min_p; and, where neither bounds them and
     select_top_p < 1, the highest s, ties included, whose weights exceed that share of the weight of all by a billionth.
-    TOO_MANY where there are more than `capacity`. logits: [R, V] float32, any row stride.
+    TOO_MANY where there are more than `capacity`. logits: [R, V] float32, columns adjacent.
     """
     if use_triton(impl, logits):
         from keepmask.kernels import triton_select

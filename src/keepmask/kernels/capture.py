@@ -65,7 +65,7 @@ def compact(
     `ids = kept(s, arange(V), cut).nonzero()`; `counts[m] = ids.numel() % V`, so 0 for the whole vocabulary; and unless
     that is 0 or the row has no slot, `ids` and `s[ids] - highest[m] - log_weight[m]` as `Supports` holds them.
 
-    logits: [R, V] float32, any row stride. wanted, counts: [M] int32. Of the table it reads source, temperature and
+    logits: [R, V] float32, columns adjacent. wanted, counts: [M] int32. Of the table it reads source, temperature and
     the slots.
     """
     if use_triton(impl, logits):

@@ -19,6 +19,7 @@ from keepmask.kernels.triton_ops import (
     ABOVE_ALL,
     BELOW_ALL,
     MINUS_INFINITY_KEY,
+    adjacent_columns,
     column,
     gumbel,
     jit,
@@ -373,6 +374,7 @@ def decide(found: Candidates, table: DrawTable, V: int, out: Supports) -> tuple[
 
 def decide_all(logits: Tensor, found: Candidates, table: DrawTable, draws: Draws, cut: Cut, out: Supports) -> None:
     """`candidates.decide_all`."""
+    assert adjacent_columns(logits)
     tile = min(4096, max(64, triton.next_power_of_2(logits.shape[1])))
     _launch(logits, found, table, logits.shape[1], draws, cut, out, ALL=True, TILE=tile, num_warps=16)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepmask.kernels.capture import Cut, Supports
 from keepmask.kernels.draw_table import DrawTable
-from keepmask.kernels.triton_ops import INFINITY_KEY, column, jit, order_key, scaled
+from keepmask.kernels.triton_ops import INFINITY_KEY, adjacent_columns, column, jit, order_key, scaled
 
 __all__ = ["compact", "entries", "kept", "put_support"]
 
@@ -126,6 +126,7 @@ def compact_rows(
 def compact(logits: Tensor, table: DrawTable, cut: Cut, wanted: Tensor, counts: Tensor, out: Supports) -> None:
     """`capture.compact`."""
     M, V = table.num_rows, logits.shape[1]
+    assert adjacent_columns(logits)
     tile = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(V)))
     rows = (logits, logits.stride(0), table.ints, table.floats, M, V, wanted, *cut)
     widths = (out.ids.shape[1], out.bits.shape[1])

@@ -10,7 +10,16 @@ from torch import Tensor
 from keepmask.kernels.capture import Cut
 from keepmask.kernels.draw_table import Best, DrawTable
 from keepmask.kernels.triton_capture import entries, kept
-from keepmask.kernels.triton_ops import ABOVE_ALL, BELOW_ALL, column, jit, order_key, scaled, value_of_key
+from keepmask.kernels.triton_ops import (
+    ABOVE_ALL,
+    BELOW_ALL,
+    adjacent_columns,
+    column,
+    jit,
+    order_key,
+    scaled,
+    value_of_key,
+)
 
 __all__ = ["best", "ranks"]
 
@@ -111,6 +120,7 @@ def best(
 ) -> None:
     """`candidates.best`."""
     M, V = table.num_rows, z.shape[1]
+    assert adjacent_columns(z)
     rows = (z, z.stride(0), z if ids is None else ids, wanted if num is None else num, table.ints, table.floats, M, V)
     tile, num_warps = (_tile(V), 16) if ids is None else (512, 4)
     meta = {"ALL": ids is None, "TILE": tile, "num_warps": num_warps, "enable_fp_fusion": False}
@@ -120,6 +130,7 @@ def best(
 def ranks(logits: Tensor, table: DrawTable, token_ids: Tensor) -> Tensor:
     """`candidates.ranks`."""
     M, V = table.num_rows, logits.shape[1]
+    assert adjacent_columns(logits)
     tile = _tile(V)
     num_tiles = triton.cdiv(V, tile)
     ahead = torch.empty((M, num_tiles), dtype=torch.int32, device=logits.device)

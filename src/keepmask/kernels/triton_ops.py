@@ -10,6 +10,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from keepmask.kernels.draw_table import COLUMNS
 
@@ -18,6 +19,7 @@ __all__ = [
     "BELOW_ALL",
     "INFINITY_KEY",
     "MINUS_INFINITY_KEY",
+    "adjacent_columns",
     "column",
     "gumbel",
     "interpreted",
@@ -49,6 +51,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def interpreted() -> bool:
     """Whether kernels run under Triton's interpreter, and so on CPU tensors."""
     return not isinstance(order_key, triton.JITFunction)
+
+
+def adjacent_columns(array: Tensor) -> bool:
+    """Whether the columns of [R, V] stand side by side, whatever the rows do."""
+    return array.shape[1] <= 1 or array.stride(1) == 1
 
 
 def column(name: str) -> Any:

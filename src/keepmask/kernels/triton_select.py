@@ -20,6 +20,7 @@ from keepmask.kernels.triton_ops import (
     BELOW_ALL,
     INFINITY_KEY,
     MINUS_INFINITY_KEY,
+    adjacent_columns,
     column,
     jit,
     least_key_from,
@@ -285,6 +286,7 @@ def collect(
 def select(logits: Tensor, table: DrawTable, *, capacity: int) -> Candidates:
     """`candidates.select`."""
     M, V = table.num_rows, logits.shape[1]
+    assert adjacent_columns(logits)
     group = max(MIN_GROUP, triton.next_power_of_2(triton.cdiv(V, MAX_GROUPS)))
     tile = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(V)))
     num_groups, num_tiles = triton.cdiv(V, group), triton.cdiv(V, tile)

@@ -133,9 +133,11 @@ class _Step:
     # ------------------------------------------------------------ steps 1 to 6
 
     def exact_logits(self) -> Tensor:
-        """[B, V] float32, before any step; not to be overwritten."""
+        """[B, V] float32 with adjacent columns, before any step; not to be overwritten."""
         logits = self.head.logits
-        return logits if logits.dtype == torch.float32 else self.head.float32(self.index(np.arange(len(self.rows))))
+        if logits.dtype != torch.float32:
+            logits = self.head.float32(self.index(np.arange(len(self.rows))))
+        return logits if logits.stride(1) == 1 else logits.contiguous()
 
     def groups(self) -> list[Group]:
         """The batch by the tensor its processed logits are in."""
