@@ -12,20 +12,11 @@ import pytest
 from serving import Serving
 
 from keepmask.cli import main
-from keepmask.conform.probes import PROBES
+from keepmask.conform.probes import PROBES, PROFILES
 from oracle_server import EOS, OracleServer
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "conform.md").read_text()
 SGLANG_NOT_VLLM = [probe.name for probe in PROBES if probe.expected("sglang") != probe.vllm]
-
-
-@pytest.fixture(scope="module")
-def servers(tiny_with_text):
-    with (
-        Serving(tiny_with_text, engine={"sampling_semantics": "vllm"}) as vllm,
-        Serving(tiny_with_text, engine={"sampling_semantics": "sglang"}, api_keys=("secret",)) as sglang,
-    ):
-        yield {"vllm": vllm.url, "sglang": sglang.url}
 
 
 def conform(capsys, *arguments):
@@ -51,19 +42,29 @@ def test_the_sampler_in_this_process_is_what_its_profile_says(capsys):
     assert "NO, differs in " + ", ".join(SGLANG_NOT_VLLM) + "." in " ".join(text.split())
 
 
-def test_a_server_that_follows_vllm_passes(capsys, servers):
-    code, text = conform(capsys, servers["vllm"], "--expect", "vllm", "--eos-token-id", str(EOS))
-    assert code == 0
-    assert servers["vllm"] in text
-    assert f"Of {len(PROBES)} probes that could be asked the target follows vllm in {len(PROBES)}" in text
+@pytest.mark.parametrize("profile", PROFILES)
+def test_our_own_server_follows_its_profile_and_fails_any_other_with_the_rows_named(capsys, tiny_with_text, profile):
+    with Serving(tiny_with_text, engine={"sampling_semantics": profile}) as server:
+        code, text = conform(capsys, server.url, "--expect", "vllm", "--eos-token-id", str(EOS), "--json")
+    document = json.loads(text)
+    assert document["asked"] == len(PROBES)
+    for other in PROFILES:
+        told_apart = [probe.name for probe in PROBES if probe.expected(other) != probe.expected(profile)]
+        assert document["differing"][other] == told_apart
+    assert document["passed"] is (profile == "vllm")
+    assert code == (0 if profile == "vllm" else 1)
 
 
-def test_a_server_that_follows_sglang_fails_with_the_rows_named(capsys, servers, monkeypatch):
+def test_the_page_of_a_server_names_it_its_rows_and_what_could_not_be_asked(capsys, monkeypatch):
     monkeypatch.setenv("KEEPMASK_API_KEY", "secret")
-    code, text = conform(capsys, servers["sglang"], "--expect", "vllm")
+    with OracleServer(semantics="sglang", tokenizer=True) as server:
+        code, text = conform(capsys, server.url, "--expect", "vllm")
+        assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
     assert code == 1
-    assert "NO, differs in " + ", ".join(SGLANG_NOT_VLLM) + "." in " ".join(text.split())
-    assert "Untestable: min_tokens_eos: give the model's end token with --eos-token-id." in " ".join(text.split())
+    assert text.startswith(server.url)
+    flat = " ".join(text.split())
+    assert "NO, differs in " + ", ".join(SGLANG_NOT_VLLM) + "." in flat
+    assert "Untestable: min_tokens_eos: give the model's end token with --eos-token-id." in flat
 
 
 def test_json_is_one_object(capsys):
@@ -78,9 +79,10 @@ def test_json_is_one_object(capsys):
     assert [probe["name"] for probe in document["probes"]] == [probe.name for probe in PROBES]
 
 
-def test_a_server_with_a_key_says_how_to_give_it(servers):
-    assert "401" in refused(servers["sglang"])
-    assert "give the server's key with --api-key" in refused(servers["sglang"], "--api-key", "wrong")
+def test_a_server_with_a_key_says_how_to_give_it(tiny_with_text):
+    with Serving(tiny_with_text, api_keys=("secret",)) as server:
+        assert "401" in refused(server.url)
+        assert "give the server's key with --api-key" in refused(server.url, "--api-key", "wrong")
 
 
 def test_key_and_prompt_reach_the_server(capsys, monkeypatch):

@@ -31,17 +31,6 @@ def notes(report):
     return {result.probe.name: result.seen.note for result in report.results if result.seen.note}
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_probe_can_be_asked_of_our_own_server_and_is_answered_by_its_profile(keepmask_server, profile):
-    report = asked(keepmask_server(sampling_semantics=profile))
-    assert notes(report) == {}
-    assert report.num_asked == len(PROBES)
-    assert report.passed(profile)
-    for other in PROFILES:
-        told_apart = [probe.name for probe in PROBES if probe.expected(other) != probe.expected(profile)]
-        assert report.differing(other) == told_apart
-
-
 def test_what_the_vllm_contract_refuses_is_refused_and_the_rest_follows_vllm(keepmask_server):
     report = asked(keepmask_server(sampling_mask_contract="vllm"))
     assert with_status(report, "refused") == ["top_p", "no_truncation", "greedy", "greedy_tie"]
@@ -88,8 +77,10 @@ def test_over_sglangs_route_all_is_asked_but_what_it_does_not_have():
     ],
 )
 def test_a_broken_rule_is_found_in_the_rows_about_it(rule, differing):
+    others = ["top_k", "min_p", "top_k_and_top_p", "logit_bias", "bad_words", "presence"]
     with OracleServer(rules=[rule], tokenizer=True) as server:
-        report = asked(server.url)
+        report = asked(server.url, names=[*differing, *others])
+    assert report.num_asked == len(report.results)
     assert report.differing("vllm") == differing
 
 
@@ -104,7 +95,7 @@ def test_failures_say_what_happened():
 
 def test_what_an_engine_refuses_is_not_held_against_it():
     with OracleServer(rules=["greedy_refused"], tokenizer=True) as server:
-        report = asked(server.url)
+        report = asked(server.url, names=["greedy", "greedy_tie", "top_k"])
     assert with_status(report, "refused") == ["greedy", "greedy_tie"]
     assert report.passed("vllm")
 
@@ -157,6 +148,11 @@ def test_a_server_that_dies_on_the_way_ends_the_run():
 
     with OracleServer(broken=dying) as server, pytest.raises(BackendError, match="503, engine dead"):
         asked(server.url, names=["top_k"])
+
+
+def test_log_probabilities_that_do_not_follow_the_bias_are_said_at_the_start():
+    with OracleServer(rules=["raw"]) as server, pytest.raises(BackendError, match=r"70 on token .*processed_logprobs"):
+        asked(server.url)
 
 
 def test_too_few_likely_ids_are_said_at_the_start():

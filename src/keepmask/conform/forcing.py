@@ -9,7 +9,6 @@ from statistics import median
 
 from keepmask.conform.mask_routes import Route
 from keepmask.conform.probes import MARGIN, Probe
-from keepmask.errors import BackendError
 
 __all__ = ["LIFT", "NO_TIES", "NotForcedError", "Tokens", "force", "lifted", "ties_hold"]
 
@@ -38,7 +37,7 @@ def force(route: Route, context: Tokens, ids: Tokens, probe: Probe) -> dict[int,
 
     The log-probabilities the server returns are read, and the biases corrected by what is missing, until all are within
     0.03 nats; where the probe is exact, until those of ids wanted alike are equal as well. Raises NotForcedError when
-    they do not get there, BackendError when they do not follow the biases at all.
+    they do not get there.
     """
     wanted = dict(zip(ids, map(math.log, probe.wanted), strict=True))
     lift = _SINK if probe.negative else LIFT
@@ -74,16 +73,13 @@ def ties_hold(route: Route, context: Tokens, bias: dict[int, float], ids: Tokens
 def lifted(route: Route, context: Tokens, bias: dict[int, float], *, alone: bool = False) -> dict[int, float]:
     """Log-probabilities of the biased ids behind `context`. alone: with all others banned.
 
-    Raises BackendError where the others have mass beside them.
+    Raises NotForcedError where the others have mass beside them.
     """
     only = {"allowed_token_ids": list(bias)} if alone else {}
     seen = route.read(context, {"logit_bias": bias, **only})
     rest = max((logprob for token_id, logprob in seen.items() if token_id not in bias), default=-math.inf)
     if not set(bias) <= set(seen) or rest > _REST:
-        raise BackendError(
-            f"a logit_bias of {max(bias.values()):.0f} on {len(bias)} ids left others among the likeliest: the server "
-            "ignores logit_bias, or returns raw log-probabilities; start it with --logprobs-mode processed_logprobs"
-        )
+        raise NotForcedError(f"biases of up to {LIFT:.0f} do not lift its ids over all others")
     return seen
 
 

@@ -22,7 +22,6 @@ PROMPT: Tokens = (72, 101, 108, 112)
 _FEW = 6  # ids among which words and earlier tokens are looked for
 _CHARACTERS = range(33, 127)  # ids that are single characters in most vocabularies of bytes
 _MAX_TRIES = 6  # choices of ids tried for one probe
-_ENDED = "stop"
 
 
 class HttpTarget:
@@ -49,6 +48,7 @@ class HttpTarget:
                 f"{name}: {len(likely)} likely ids to work with, and probes need {needed}; give another "
                 "--prompt-token-ids, or let the server return 20 logprobs"
             )
+        self._check_bias()
 
     def observe(self, probe: Probe) -> Observation:
         """Force the probe's distribution, draw, and look at the row."""
@@ -64,6 +64,17 @@ class HttpTarget:
             return Observation(status="refused", note=str(error))
         except CrashedError as error:
             return Observation(status="failed", note=str(error))
+
+    def _check_bias(self) -> None:
+        """Raise BackendError unless log-probabilities follow a bias: the least likely id must come out far ahead."""
+        last = self._likely[-1]
+        try:
+            lifted(self._route, self._prompt, {last: LIFT})
+        except NotForcedError as error:
+            raise BackendError(
+                f"{self.name}: a logit_bias of {LIFT:.0f} on token {last} left others beside it: the server ignores "
+                "logit_bias, or returns raw log-probabilities; start it with --logprobs-mode processed_logprobs"
+            ) from error
 
     def _observe(self, probe: Probe) -> Observation:
         came: list[int] | None = None
@@ -102,11 +113,9 @@ class HttpTarget:
         for ids in self._histories(probe) if probe.output else self._handfuls(probe):
             spelled = probe.words_for(ids)
             words = [word for word in map(self._word, map(tuple, spelled)) if word is not None]
-            # Engines ban a word behind a space as well, and that must be no other of these ids
-            also = {token_id for word in words for token_id in word.spaced} - {
-                token_id for w in spelled for token_id in w
-            }
-            if len(words) == len(spelled) and not also & set(ids):
+            # Engines ban a word behind a space as well, which must be none of the other ids
+            others = set(ids).difference(*spelled)
+            if len(words) == len(spelled) and not any(others & set(word.spaced) for word in words):
                 yield ids, [word.text for word in words]
 
     def _handfuls(self, probe: Probe) -> Iterator[Tokens]:
@@ -164,5 +173,5 @@ def _look(drawn: Sequence[Drawn], position: int, ids: Tokens) -> Observation:
         if len(completion.token_ids) <= position:
             reason, num_tokens = completion.finish_reason, len(completion.token_ids)
             note = f"ended with finish_reason {reason} after {num_tokens} tokens, before the one in question"
-            return Observation(status="untestable" if reason == _ENDED else "failed", note=note)
+            return Observation(status="untestable" if reason == "stop" else "failed", note=note)
     return observed([c.rows[position] for c in drawn], [c.token_ids[position] for c in drawn], ids)
