@@ -68,7 +68,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: list[int] = Field(default_factory=list, fail_fast=True, max_length=MAX_TOKEN_LIST)
     """Token ids that end the completion."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string in the text, and the tokens that make it up in the token ids."""
+    """Keep the stop string, or stop token, in the text. The token ids and rows are every drawn token either way."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

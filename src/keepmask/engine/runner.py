@@ -62,7 +62,8 @@ class LMHead:
 
     def __init__(self, hidden: Tensor, linear: PackedLinear, transform: HeadTransform) -> None:
         self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
-        self.logits = transform(linear(hidden))
+        stored = linear(hidden)
+        self.logits = transform(stored.float()).to(stored.dtype)  # two roundings at most, which selection allows for
 
     def rescore(self, rows: Tensor, ids: Tensor) -> Tensor:
         """[M, C] float32 logits of ids [M, C] int64 at rows [M] int64, accumulated and stored in float32."""

@@ -48,6 +48,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     x: [T, H, D]. cos, sin: [T, D], of x's type.
     """
+    if cos.shape != (x.shape[0], x.shape[2]) or sin.shape != cos.shape or cos.dtype != x.dtype:
+        raise ValueError(f"cos {list(cos.shape)} {cos.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if (kernel := _compiled(x)) is not None:
         kernel.rotate(x, cos, sin)
         return
