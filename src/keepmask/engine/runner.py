@@ -47,11 +47,13 @@ class HeadTransform:
         return cls(scale, getattr(settings, "final_logit_softcapping", None))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        """Computed in float32, so that half-precision logits are rounded twice at most: selection allows for that."""
+        if self.scale == 1.0 and self.softcap is None:
+            return logits
+        x = logits.float() * self.scale
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+            x = torch.tanh(x / self.softcap) * self.softcap
+        return x.to(logits.dtype)
 
 
 class LMHead:
@@ -62,8 +64,7 @@ class LMHead:
 
     def __init__(self, hidden: Tensor, linear: PackedLinear, transform: HeadTransform) -> None:
         self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
-        stored = linear(hidden)
-        self.logits = transform(stored.float()).to(stored.dtype)  # two roundings at most, which selection allows for
+        self.logits = transform(linear(hidden))
 
     def rescore(self, rows: Tensor, ids: Tensor) -> Tensor:
         """[M, C] float32 logits of ids [M, C] int64 at rows [M] int64, accumulated and stored in float32."""
