@@ -80,6 +80,17 @@ def test_ties_are_cut_as_the_profile_says(profile):
     assert assert_same(on_device(levels), rows) >= 4
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("top_p", [0.8, 0.5, 0.1, 0.25, 0.999])
+def test_hf_cuts_a_flat_row_from_the_low_end(impl, top_p):
+    n = 100  # in float64, 1 - 0.8 is less than 0.2, so one id more than 0.8 of them stays
+    logits = on_device(np.full((1, n), 3.0, np.float32))
+    status, _, _, ids, _, _ = decided(logits, [row(profile="hf", top_p=top_p)], impl, width=128)[0]
+    dropped = [i for i in range(n) if i + 1 <= (1 - top_p) * n]
+    assert status == OK
+    assert ids == (list(range(len(dropped), n)) if dropped else [])
+
+
 @pytest.mark.parametrize("profile", ["vllm", "sglang", "hf"])
 def test_flat_rows_are_cut_exactly(profile):
     rows = [row(profile=profile, top_p=top_p) for top_p in (0.5, 0.1, 1 - 2**-53, 0.999)]

@@ -248,6 +248,9 @@ def _survivors(s: Tensor, table: DrawTable, m: int, outside: float) -> tuple[Ten
     before[0] = 0
     total = inside + outside
     stays = before <= top_p * total if profile == SGLANG else before < top_p * total
+    if profile == HF:  # counts from the low end
+        stays = outside + weights.flip(0).cumsum(0).flip(0) > (1 - top_p) * total
+        stays[0] = True
     close = bool((before[1:] - top_p * total).abs().le(BAND * total).any()) and not bool((weights == 1).all())
     beyond = outside > 0 and bool(stays.all()) and inside < float(top_p) * total
     mass = torch.zeros_like(in_top_k)

@@ -168,16 +168,17 @@ def mass_cut(
         above, _, _ = weight_above(row, bound, highest, ALL, TILE)
         num_tied = num_from(row, bound, ALL, TILE) - num_from(row, bound + 1, ALL, TILE)
         weight = tl.exp(value_of_key(bound).to(tl.float64) - highest)
+        # Equal logits alone have weights of 1, and sums without rounding. hf counts them from the other end.
+        flat = (bound == high) & (outside == 0) & (num_tied == num_from(row, considered, ALL, TILE))
         # Of tied ids one stays while the weight before it is short of the threshold; in sglang all do.
         staying = tl.minimum(tl.ceil((threshold - above) / weight), num_tied.to(tl.float64))
+        staying = tl.where(flat & (profile == HF), total - tl.floor((1.0 - top_p) * total), staying)
         num_staying = tl.where(inclusive, num_tied, tl.maximum(staying.to(tl.int32), 1))
         before_next = above + num_staying.to(tl.float64) * weight
         before_last = tl.where(inclusive, above, before_next - weight)
         always_stays = (bound == high) & (inclusive | (num_staying == 1))
         close = tl.abs(before_next - threshold) <= BAND * total
         close = close | ((tl.abs(before_last - threshold) <= BAND * total) & (always_stays == 0))
-        # Equal logits alone have weights of 1, and sums without rounding.
-        flat = (bound == high) & (outside == 0) & (num_tied == num_from(row, considered, ALL, TILE))
         outcome = tl.where(close & (flat == 0), CLOSE, CERTAIN)
         if num_staying < num_tied:
             if profile == HF:  # drops the lowest ids of a tie first
