@@ -46,6 +46,21 @@ class SamplingMask:
         self.logprobs = None if logprobs is None else self._checked_logprobs(logprobs)
 
     @classmethod
+    def adopt(
+        cls, ids: NDArray[np.int32], offsets: NDArray[np.int64], logprobs: NDArray[np.float32] | None = None
+    ) -> SamplingMask:
+        """The mask of arrays that are known to be right, such as rows a sampler captured: nothing is checked or copied.
+
+        The arrays become read-only; nobody may hold a writable view of them.
+        """
+        mask = cls.__new__(cls)
+        mask.ids, mask.offsets, mask.logprobs = ids, offsets, logprobs
+        for array in (ids, offsets, logprobs):
+            if array is not None:
+                array.flags.writeable = False
+        return mask
+
+    @classmethod
     def from_lists(
         cls, token_ids: Iterable[Sequence[int]], logprobs: Iterable[Sequence[float]] | None = None
     ) -> SamplingMask:
@@ -83,7 +98,7 @@ class SamplingMask:
                 f"concat: {len(with_logprobs)} of {len(parts)} masks carry logprobs; give them to all or to none"
             )
         logprobs = np.concatenate(with_logprobs) if with_logprobs else None
-        return cls(np.concatenate([part.ids for part in parts]), offsets, logprobs)
+        return cls.adopt(np.concatenate([part.ids for part in parts]), offsets, logprobs)
 
     def __len__(self) -> int:
         """Number of rows, one a generated token."""

@@ -472,3 +472,46 @@ def test_a_batch_of_no_tokens_has_scores_of_no_tokens():
         torch.zeros(0, E), torch.zeros(V, E), torch.zeros(0, dtype=torch.int64), SamplingMask([], [0])
     )
     assert got.logprobs.shape == got.row_status.shape == (0,)
+
+
+@pytest.mark.parametrize("impl", ["auto", "gather"])
+def test_cost_is_that_of_the_pairs_whatever_the_vocabulary_and_the_widest_row(impl):
+    # [T, V] would be 240 GB, [T, K of the widest row, E] 64 GB.
+    num_tokens, vocab_size, widest = 20_000, 3_000_000, 400_000
+    counts = torch.full((num_tokens,), 2)
+    counts[7] = widest
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    ids = torch.arange(int(offsets[-1])) % vocab_size
+    hidden = torch.randn(num_tokens, 2, requires_grad=True)
+    weight = torch.randn(vocab_size, 2, requires_grad=True)
+    got = logprobs_from_hidden(hidden, weight, ids[offsets[:-1]], Support(ids, offsets), entropy="grad", impl=impl)
+    (got.logprobs.sum() + got.entropy.sum() + got.member_logprobs[:5].sum()).backward()
+    z = head_logits(hidden.detach()[:1], weight.detach()[:2])[0]
+    assert got.logprobs[0].item() == pytest.approx(z.log_softmax(0)[0].item(), abs=1e-6)
+    assert got.entropy[7].item() == pytest.approx(
+        torch.distributions.Categorical(
+            logits=head_logits(hidden.detach()[7:8], weight.detach()[ids[offsets[7] : offsets[8]]])[0]
+        )
+        .entropy()
+        .item(),
+        abs=1e-5,
+    )
+    assert weight.grad.count_nonzero() <= 2 * ids.numel()
+
+
+def test_wide_supports_are_scored_by_dense_products():
+    tokens = [Token(list(range(t, t + 30)), t + 3) for t in range(20)]
+    arguments = (torch.randn(20, E), torch.randn(V, E), targets_of(tokens), support_of(tokens))
+    assert torch.equal(
+        logprobs_from_hidden(*arguments).logprobs, logprobs_from_hidden(*arguments, impl="dense").logprobs
+    )
+
+
+def test_numba_is_optional(monkeypatch):
+    problem = Problem(16)
+    arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
+    want = logprobs_from_hidden(*arguments, impl="reference").logprobs
+    monkeypatch.setattr("keepmask.kernels.replay_pairs._has_numba", lambda: False)
+    torch.testing.assert_close(logprobs_from_hidden(*arguments).logprobs, want, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match='impl="numba": needs numba'):
+        logprobs_from_hidden(*arguments, impl="numba")

@@ -62,7 +62,7 @@ class SupportRows:
         low = self._offsets[start]
         logprobs = None if self._logprobs is None else self._logprobs[low : self._size].copy()
         offsets = np.asarray(self._offsets[start:], np.int64) - low
-        return SamplingMask(self._ids[low : self._size].copy(), offsets, logprobs)
+        return SamplingMask.adopt(self._ids[low : self._size].copy(), offsets, logprobs)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["run"]
+__all__ = ["address", "run"]
+
+
+def address() -> int:
+    """Where `GOMP_parallel(void function(void *), void *data, unsigned num_threads, unsigned flags)` is; 0: nowhere."""
+    library = _library()
+    return 0 if library is None else ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
 
 
 def run(function: int, data: int, num_items: int) -> None:
@@ -28,13 +34,19 @@ def run(function: int, data: int, num_items: int) -> None:
 
 @cache
 def _team() -> Callable[[int, int, int], None]:
-    if (library := _openmp()) is not None:
-        parallel = ctypes.CDLL(library).GOMP_parallel
+    if (library := _library()) is not None:
+        parallel = library.GOMP_parallel
         parallel.restype = None
         parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         return lambda function, data, num_threads: parallel(function, data, num_threads, 0)
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     return lambda function, data, _num_threads: prototype(function)(data)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    path = _openmp()
+    return None if path is None else ctypes.CDLL(path)
 
 
 def _openmp() -> str | None:

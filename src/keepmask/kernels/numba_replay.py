@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepmask.kernels.numba_tools import array, compiled, exp, narrow, run, widen
+from keepmask.kernels.numba_tools import array, compiled, deal, exp, narrow, on_team, widen
 
 __all__ = ["add_weight_gradient", "hidden_gradient", "member_logprobs", "pair_gradient", "pair_logits", "row_stats"]
 
@@ -24,7 +24,7 @@ def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, offse
     """`replay_pairs.pair_logits`."""
     out = torch.empty(ids.numel(), dtype=torch.float32)
     arrays = (array(hidden), rows.numpy(), array(weight), ids.numpy(), out.numpy())
-    run(_pair_logits, *arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    deal(_pair_logits, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
     return out
 
 
@@ -34,7 +34,7 @@ def hidden_gradient(out: Tensor, rows: Tensor, grad: Tensor, weight: Tensor, ids
         out.zero_()
         return
     arrays = (array(out), rows.numpy(), grad.numpy(), array(weight), ids.numpy())
-    run(_set_rows, *arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    deal(_set_rows, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 
 def add_weight_gradient(
@@ -44,7 +44,7 @@ def add_weight_gradient(
     kernel = _add_rows_in_place if out.dtype == torch.float32 else _add_rows
     tensors = (ids, grad, order)
     arrays = (array(out), *(t.numpy() for t in tensors), array(hidden), rows.numpy(), index.numpy())
-    run(kernel, *arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    deal(kernel, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 
 def row_stats(z: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -52,7 +52,7 @@ def row_stats(z: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Te
     peak, target = torch.empty(2, positions.numel())
     total, weighted = torch.empty(2, positions.numel(), dtype=torch.float64)
     arrays = tuple(t.numpy() for t in (z, positions, peak, total, weighted, target))
-    run(_row_stats, *arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    deal(_row_stats, arrays, offsets=offsets, least=_LEAST_NUMBERS)
     return peak, total, weighted, target
 
 
@@ -60,7 +60,7 @@ def member_logprobs(z: Tensor, offsets: Tensor, peak: Tensor, log_total: Tensor)
     """`replay_rows.member_logprobs`."""
     out = torch.empty_like(z)
     arrays = tuple(t.numpy() for t in (z, peak, log_total, out))
-    run(_member_logprobs, *arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    deal(_member_logprobs, arrays, offsets=offsets, least=_LEAST_NUMBERS)
     return out
 
 
@@ -77,7 +77,7 @@ def pair_gradient(
     weights, values = (zeros, zeros) if for_entropy is None else for_entropy
     out = torch.empty_like(logprobs)
     arrays = tuple(t.numpy() for t in (logprobs, positions, targets, weights.contiguous(), values, out))
-    run(_pair_gradient, *arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    deal(_pair_gradient, arrays, offsets=offsets, least=_LEAST_NUMBERS)
     return out
 
 
@@ -85,7 +85,9 @@ def pair_gradient(
 
 
 @compiled
-def _pair_logits(hidden: Any, rows: Any, weight: Any, ids: Any, out: Any, offsets: Any, start: int, stop: int) -> None:
+def _pair_logits_of(
+    hidden: Any, rows: Any, weight: Any, ids: Any, out: Any, offsets: Any, start: int, stop: int
+) -> None:
     size = hidden.shape[1]
     h = np.empty(size, np.float32)
     for a in range(start, stop):
@@ -112,7 +114,7 @@ def _pair_logits(hidden: Any, rows: Any, weight: Any, ids: Any, out: Any, offset
 
 
 @compiled
-def _set_rows(out: Any, rows: Any, grad: Any, weight: Any, ids: Any, offsets: Any, start: int, stop: int) -> None:
+def _set_rows_of(out: Any, rows: Any, grad: Any, weight: Any, ids: Any, offsets: Any, start: int, stop: int) -> None:
     """Row rows[a] of `out` gets the sum of grad[m] * weight[ids[m]] over the pairs of a; rows in between get 0."""
     size = out.shape[1]
     total = np.empty(size, np.float32)
@@ -159,7 +161,7 @@ def _add_products(total: Any, grad: Any, order: Any, hidden: Any, rows: Any, ind
 
 
 @compiled
-def _add_rows(
+def _add_rows_of(
     out: Any, ids: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, offsets: Any, start: int, stop: int
 ) -> None:
     """For a bfloat16 `out`: a sum is formed aside, added and rounded once."""
@@ -173,7 +175,7 @@ def _add_rows(
 
 
 @compiled
-def _add_rows_in_place(
+def _add_rows_in_place_of(
     out: Any, ids: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, offsets: Any, start: int, stop: int
 ) -> None:
     """For a float32 `out`."""
@@ -185,7 +187,7 @@ _NEGLIGIBLE = np.float32(-64)  # as in `replay_rows`
 
 
 @compiled
-def _row_stats(
+def _row_stats_of(
     z: Any, positions: Any, peak: Any, total: Any, weighted: Any, target: Any, offsets: Any, start: int, stop: int
 ) -> None:
     for a in range(start, stop):
@@ -204,14 +206,14 @@ def _row_stats(
 
 
 @compiled
-def _member_logprobs(z: Any, peak: Any, log_total: Any, out: Any, offsets: Any, start: int, stop: int) -> None:
+def _member_logprobs_of(z: Any, peak: Any, log_total: Any, out: Any, offsets: Any, start: int, stop: int) -> None:
     for a in range(start, stop):
         for m in range(offsets[a], offsets[a + 1]):
             out[m] = (z[m] - peak[a]) - log_total[a]
 
 
 @compiled
-def _pair_gradient(
+def _pair_gradient_of(
     logprobs: Any,
     positions: Any,
     targets: Any,
@@ -229,3 +231,41 @@ def _pair_gradient(
             out[m] = -prob * (targets[a] + weights[a] * (logprob + values[a]))
         if positions[a] >= 0:
             out[positions[a]] += targets[a]
+
+
+# Each of the above on all rows.
+
+
+@compiled
+def _pair_logits(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_pair_logits_of, args, cuts, num_threads, team)
+
+
+@compiled
+def _set_rows(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_set_rows_of, args, cuts, num_threads, team)
+
+
+@compiled
+def _add_rows(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_add_rows_of, args, cuts, num_threads, team)
+
+
+@compiled
+def _add_rows_in_place(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_add_rows_in_place_of, args, cuts, num_threads, team)
+
+
+@compiled
+def _row_stats(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_row_stats_of, args, cuts, num_threads, team)
+
+
+@compiled
+def _member_logprobs(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_member_logprobs_of, args, cuts, num_threads, team)
+
+
+@compiled
+def _pair_gradient(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    on_team(_pair_gradient_of, args, cuts, num_threads, team)

@@ -25,7 +25,10 @@ __all__ = ["Impl", "logprobs_from_hidden", "logprobs_from_logits"]
 Impl = Literal["auto", "gather", "numba", "triton", "dense", "reference"]
 
 _CONVERTED_FLOATS = 2**22  # head entries converted at a time: 16 MB of float32
-_DENSE_SHARE = 1 / 8  # of the vocabulary, in the mean support: above it three dense products are faster on a CPU
+# The part of the vocabulary in the mean support above which three dense products are faster, measured on a CPU. Rows of
+# two bytes a number are converted before "gather" can use them, which its share pays for.
+_DENSE_SHARE: dict[Products, float] = {"numba": 1 / 8, "gather": 1 / 16}
+_DENSE_SHARE_CONVERTED = 1 / 300
 
 
 def logprobs_from_logits(
@@ -250,12 +253,14 @@ def _products(impl: Impl, hidden: Tensor, weight: Tensor, job: Job, vocab_size: 
         return impl
     if impl != "auto":
         raise ValueError(f"impl={impl!r}: must be auto, gather, numba, triton, dense or reference")
+    if weight.is_cuda and triton_can_read(hidden, weight):
+        return "triton"
+    best: Products = "numba" if numba_can_read(hidden, weight) else "gather"
     active = job.plan.active.support
-    if weight.device.type == "cpu" and active.num_pairs > _DENSE_SHARE * active.num_rows * vocab_size:
-        return "dense"
-    if numba_can_read(hidden, weight):
-        return "numba"
-    return "triton" if weight.is_cuda and triton_can_read(hidden, weight) else "gather"
+    converted = best == "gather" and weight.dtype != wide(weight.dtype)
+    share = _DENSE_SHARE_CONVERTED if converted else _DENSE_SHARE[best]
+    wide_rows = active.num_pairs > share * active.num_rows * vocab_size
+    return "dense" if wide_rows and not weight.is_cuda else best
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_head_rows: int) -> None:

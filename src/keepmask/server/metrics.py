@@ -8,13 +8,13 @@ from functools import partial
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from keepmask.engine.core import EngineStats
+from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, FinishReason
 from keepmask.server.ticket import Ticket
 
@@ -25,6 +25,7 @@ MEDIA_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _SUPPORT = (1, 2, 3, 5, 8, 12, 20, 32, 50, 80, 128, 256, 512, 1024, 4096, 16_384, 65_536)
+_UNCOUNTED = 10_000  # rows that are put into buckets at a time
 
 
 class Metrics:
@@ -73,7 +74,7 @@ class Metrics:
             if output.finish_reason is not None:
                 self._finished[output.finish_reason].inc()
             if output.sampling_mask is not None:
-                self._supports.add(output.sampling_mask.counts)
+                self._supports.add(output.sampling_mask)
 
     def _on_end(self, ticket: Ticket, count: _Count) -> None:
         times, prompt_len = ticket.times, len(ticket.order.prompt_token_ids)
@@ -137,10 +138,21 @@ class _Supports(Collector):
         self._labels, self._vocab_size = [model_name], vocab_size
         self._bounds = np.asarray(_SUPPORT)
         self._buckets = np.zeros(len(_SUPPORT) + 1, np.int64)
+        self._uncounted: list[int] = []
         self._total_ids = self._whole_rows = self._stored_ids = self._rows = 0
 
-    def add(self, counts: NDArray[np.int64]) -> None:
-        """Count rows by the ids stored in each, 0 meaning the whole vocabulary."""
+    def add(self, mask: SamplingMask) -> None:
+        """Count the rows of a mask."""
+        if len(mask) == 1:
+            self._uncounted.append(mask.ids.size)
+        else:
+            self._uncounted += mask.counts.tolist()
+        if len(self._uncounted) > _UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Put the rows that were added into the buckets; no id stored means the whole vocabulary."""
+        counts, self._uncounted = np.asarray(self._uncounted, np.int64), []
         sizes = np.where(counts == 0, self._vocab_size, counts)
         at = np.searchsorted(self._bounds, sizes)
         self._buckets += np.bincount(at, minlength=self._buckets.size)
@@ -151,6 +163,7 @@ class _Supports(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The numbers as they are now."""
+        self._count()
         names = [*map(floatToGoString, _SUPPORT), "+Inf"]
         buckets = list(zip(names, np.cumsum(self._buckets).tolist(), strict=True))
         sizes = HistogramMetricFamily(

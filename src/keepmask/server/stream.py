@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import pydantic_core
 from starlette.responses import Response
@@ -81,21 +82,63 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come."""
         async with Attended(self._engine, self._tickets, receive, timeout_s=self._timeout_s):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                async for chunk in self._events:
-                    await self._send(send, chunk)
+                async with _Patience(self._write_timeout_s) as patience:
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    async for chunk in self._answer():
+                        patience.begin()
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        patience.end()
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
             except TimeoutError:
                 _log.warning("a client took nothing of its stream for %s s", self._write_timeout_s)
-                return
-            except Exception as error:  # the request's border: answered and logged
-                shown = describe(error)
-                if shown.status == 500:
-                    _log.warning("a stream ended with an error", exc_info=True)
-                await self._send(send, b"data: " + error_body(shown) + b"\n\n")
-            await self._send(send, DONE)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, chunk: bytes) -> None:
-        async with asyncio.timeout(self._write_timeout_s):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    async def _answer(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._events:
+                yield chunk
+        except Exception as error:  # the request's border: answered and logged
+            shown = describe(error)
+            if shown.status == 500:
+                _log.warning("a stream ended with an error", exc_info=True)
+            yield b"data: " + error_body(shown) + b"\n\n"
+        yield DONE
+
+
+class _Patience:
+    """Raises TimeoutError in its block when what was begun does not end within `limit_s`.
+
+    Costs two assignments a time, where a timeout of its own for every chunk would cost more than sending it.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._begun_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def begin(self) -> None:
+        """Something is to end from now on."""
+        self._begun_s = time.monotonic()
+
+    def end(self) -> None:
+        """It has."""
+        self._begun_s = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._begun_s is not None and time.monotonic() - self._begun_s > self._limit_s:
+            self._timeout.reschedule(loop.time())
+        self._timer = loop.call_later(self._limit_s / 4, self._look)
