@@ -59,7 +59,8 @@ def pair_gradients(
         if for_hidden is not None:
             for_hidden.addmm_(logits_grad, weight[start:stop].to(grad.dtype))
         if out_weight is not None:
-            out_weight[start:stop] += (logits_grad.T @ states).to(out_weight.dtype)
+            rows_grad = logits_grad.T @ states
+            out_weight[start:stop] = (out_weight[start:stop] + rows_grad).to(out_weight.dtype)  # rounded once
     if out_hidden is not None and for_hidden is not None:
         out_hidden.zero_()
         out_hidden[rows] = for_hidden.to(out_hidden.dtype)

@@ -25,6 +25,7 @@ __all__ = [
     "Impl",
     "add_weight_gradient",
     "hidden_gradient",
+    "impl_for",
     "numba_can_read",
     "pair_logits",
     "scale_rows",
@@ -58,6 +59,12 @@ def triton_can_read(*tensors: Tensor) -> bool:
     return _has_triton() and all(
         t.dtype in dtypes and t.stride(-1) == 1 and (t.is_cuda or _interprets_triton()) for t in tensors
     )
+
+
+def impl_for(impl: Impl, *tensors: Tensor) -> Impl:
+    """`impl` where it takes these tensors, a caller's gradient buffer for one, else "gather"."""
+    takes = {"gather": True, "numba": numba_can_read(*tensors), "triton": triton_can_read(*tensors)}
+    return impl if takes[impl] else "gather"
 
 
 @cache
@@ -99,9 +106,8 @@ def pair_logits(
     if weight.dtype == states.dtype:
         return _sampled_product(states, weight, ids, index, offsets)
     result = states.new_empty(ids.numel())
-    for chunk, pairs in _chunks(offsets, max_pairs):
+    for chunk, pairs, starts in _chunks(offsets, max_pairs):
         head_rows, places = _converted_rows(weight, ids[pairs])
-        starts = offsets[chunk.start : chunk.stop + 1] - pairs.start
         result[pairs] = _sampled_product(states[chunk], head_rows, places, index[pairs] - chunk.start, starts)
     return result
 
@@ -133,10 +139,14 @@ def hidden_gradient(
     if weight.dtype == grad.dtype:
         out[rows] = _weighted_sums(weight, ids, offsets, grad).to(out.dtype)
         return None
-    for chunk, pairs in _chunks(offsets, max_pairs):
+    unfinished, part = -1, grad.new_zeros(out.shape[1])
+    for chunk, pairs, starts in _chunks(offsets, max_pairs):
         head_rows, places = _converted_rows(weight, ids[pairs])
-        starts = offsets[chunk.start : chunk.stop + 1] - pairs.start
-        out[rows[chunk]] = _weighted_sums(head_rows, places, starts, grad[pairs]).to(out.dtype)
+        sums = _weighted_sums(head_rows, places, starts, grad[pairs])
+        if chunk.start == unfinished:
+            sums[0] += part
+        out[rows[chunk]] = sums.to(out.dtype)
+        unfinished, part = chunk.stop - 1, sums[-1]  # the next chunk may go on with this row
     return None
 
 
@@ -220,12 +230,15 @@ def _converted_rows(weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return weight[distinct].to(wide(weight.dtype)), places
 
 
-def _chunks(offsets: Tensor, max_pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Runs of whole rows of at most `max_pairs` pairs (or one row), and their pairs."""
+def _chunks(offsets: Tensor, max_pairs: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Runs of at most `max_pairs` pairs: the rows they are of, the pairs, and the offsets of these rows among them.
+
+    A row of more pairs than that is in several runs, the last row of one and the first of the next.
+    """
     bounds = offsets.cpu()
-    start, num_rows = 0, bounds.numel() - 1
-    while start < num_rows:
-        limit = bounds[start] + max_pairs
-        stop = max(start + 1, int(torch.searchsorted(bounds, limit, right=True)) - 1)
-        yield slice(start, stop), slice(int(bounds[start]), int(bounds[stop]))
-        start = stop
+    num_pairs = int(bounds[-1])
+    for start in range(0, num_pairs, max_pairs):
+        stop = min(start + max_pairs, num_pairs)
+        first = int(torch.searchsorted(bounds, start, right=True)) - 1
+        last = int(torch.searchsorted(bounds, stop))
+        yield slice(first, last), slice(start, stop), offsets[first : last + 1].clamp(start, stop) - start

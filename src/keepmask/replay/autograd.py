@@ -132,7 +132,7 @@ def _gradient_buffers(
         same = out.hidden.dtype == dtype or not job.plan.full_rows.numel()
         out.full_hidden = out.hidden if same else torch.zeros_like(hidden, dtype=dtype)
     if needed[1] and options.weight_grad == "accumulate":
-        out.weight = _accumulated(options.parameter)
+        out.weight = _accumulated(options.parameter, weight)
     elif needed[1] and options.weight_grad == "dense":
         out.weight = _zeros_like(weight)
     out.wants_rows = needed[1] and options.weight_grad == "sparse_rows"
@@ -172,11 +172,20 @@ def _finished_weight(out: HeadGradients, weight: Tensor, options: HeadOptions) -
     )
 
 
-def _accumulated(parameter: Tensor) -> Tensor:
-    """The buffer that gradients of `parameter` are added up in: `main_grad`, or `grad`, made if there is none."""
+def _accumulated(parameter: Tensor, weight: Tensor) -> Tensor:
+    """The buffer that gradients of `parameter` are added up in: `main_grad`, or `grad`, made if there is none.
+
+    weight: the part of it that this process holds, whose shape the buffer must have.
+    """
     buffer: Tensor | None = getattr(parameter, "main_grad", None)
     if buffer is None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         buffer = parameter.grad
-    return buffer.to_local() if hasattr(buffer, "to_local") else buffer
+    local: Tensor = buffer.to_local() if hasattr(buffer, "to_local") else buffer
+    if local.shape != weight.shape or local.device != weight.device or not local.is_floating_point():
+        raise ValueError(
+            f'weight_grad="accumulate": the gradient buffer is {local.dtype} {list(local.shape)} on {local.device}, '
+            f"the weight {list(weight.shape)} on {weight.device}; both must have one shape and device"
+        )
+    return local

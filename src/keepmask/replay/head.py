@@ -124,9 +124,8 @@ class HeadLogits:
             sums = replay_pairs.weight_gradient_rows(grad, order, self.hidden, rows, index, offsets)
             out.weight_rows = (ids, sums)
         elif out.weight is not None and self.products != "dense":
-            replay_pairs.add_weight_gradient(
-                out.weight, ids, grad, order, self.hidden, rows, index, offsets, impl=self.products
-            )
+            impl = replay_pairs.impl_for(self.products, out.weight)
+            replay_pairs.add_weight_gradient(out.weight, ids, grad, order, self.hidden, rows, index, offsets, impl=impl)
 
     def _dense_backward(self, rows: Tensor, support: Support, grad: Tensor) -> None:
         order, index, _, _ = support.by_id

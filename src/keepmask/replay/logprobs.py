@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from keepmask.replay.transforms import TokenTransforms
 
 __all__ = ["Impl", "logprobs_from_hidden", "logprobs_from_logits"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Impl = Literal["auto", "gather", "numba", "triton", "dense", "reference"]
 
 _CONVERTED_FLOATS = 2**22  # head entries converted at a time: 16 MB of float32
@@ -31,6 +36,19 @@ _DENSE_SHARE: dict[Products, float] = {"numba": 1 / 8, "gather": 1 / 16}
 _DENSE_SHARE_CONVERTED = 1 / 300
 
 
+def _not_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` as it is, also for callers that torch.compile traces: it breaks their graph once, not inside."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return cast(R, torch.compiler.disable(function)(*args, **kwargs))  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_not_traced
 def logprobs_from_logits(
     logits: Tensor,
     targets: Tensor,
@@ -54,6 +72,7 @@ def logprobs_from_logits(
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(f"logits: must be float [T, V], got {logits.dtype} {list(logits.shape)}")
     _check_length("logits", logits, targets)
+    _check_device("logits", logits, targets=targets)
     job = _job(
         targets, mask, logits.shape[1], wide(logits.dtype),
         transforms=transforms, entropy=entropy, ref_member_logprobs=ref_member_logprobs, on_empty=on_empty,
@@ -62,6 +81,7 @@ def logprobs_from_logits(
     return _named(table_scores(logits, job), job)
 
 
+@_not_traced
 def logprobs_from_hidden(
     hidden: Tensor,
     weight: Tensor,
@@ -125,7 +145,7 @@ def logprobs_from_hidden(
     hidden, weight, bias, vocab_parallel = local_tensors(hidden, weight, bias, vocab_parallel)
     vocab_size = weight.shape[0] if vocab_parallel is None else vocab_parallel.vocab_size
     ids = range(vocab_size) if vocab_parallel is None else vocab_parallel.ids
-    _check_tensors(hidden, weight, bias, len(ids))
+    _check_tensors(hidden, weight, bias, targets, len(ids))
     _check_length("hidden", hidden, targets)
     form = HeadForm(softcap=softcap, scale=logit_scale, rounding=logit_rounding)
     job = _job(
@@ -141,6 +161,11 @@ def logprobs_from_hidden(
         return _reference(hidden, weight, bias, form, job)
     if weight_grad not in ("dense", "accumulate", "sparse_rows", "none"):
         raise ValueError(f"weight_grad={weight_grad!r}: must be dense, accumulate, sparse_rows or none")
+    if weight_grad == "accumulate" and not parameter.is_leaf and getattr(parameter, "main_grad", None) is None:
+        raise ValueError(
+            'weight_grad="accumulate": the weight is the result of another operation, so no one reads a gradient added '
+            'to it; pass the parameter itself, or use "dense"'
+        )
     if weight_grad == "sparse_rows" and job.plan.full_rows.numel():
         raise ValueError(
             'weight_grad="sparse_rows": empty rows are scored on the whole vocabulary, so every row of the head gets a '
@@ -263,7 +288,7 @@ def _products(impl: Impl, hidden: Tensor, weight: Tensor, job: Job, vocab_size: 
     return "dense" if wide_rows and not weight.is_cuda else best
 
 
-def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_head_rows: int) -> None:
+def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_head_rows: int) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [T, E] and weight [V, E], got {list(hidden.shape)} and {list(weight.shape)}; "
@@ -275,10 +300,17 @@ def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_head
         )
     if bias is not None and bias.shape != (num_head_rows,):
         raise ValueError(f"bias: must be [{num_head_rows}], got {list(bias.shape)}")
+    _check_device("hidden", hidden, weight=weight, bias=bias, targets=targets)
     if not hidden.is_floating_point() or not weight.is_floating_point() or wide(hidden.dtype) != wide(weight.dtype):
         raise ValueError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}: both must be floating point, and both or neither float64"
         )
+
+
+def _check_device(name: str, tensor: Tensor, **others: Tensor | None) -> None:
+    apart = [f"{one} on {it.device}" for one, it in others.items() if it is not None and it.device != tensor.device]
+    if apart:
+        raise ValueError(f"{name} is on {tensor.device}, {', '.join(apart)}; put all of them on one device")
 
 
 def _check_length(name: str, tensor: Tensor, targets: Tensor) -> None:

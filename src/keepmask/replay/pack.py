@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -215,6 +216,9 @@ def _params(turns: list[Turn]) -> dict[str, NDArray[np.float32]]:
     params = {}
     for name, neutral in NEUTRAL_PARAMS.items():
         values = [float(neutral if (value := turn.params.get(name)) is None else value) for turn in turns]
+        for turn, value in zip(turns, values, strict=True):
+            if not math.isfinite(value):
+                raise MaskError(f"{turn.name}: {name}={value} must be a finite number")
         if name == "temperature":
             values = [neutral if value < GREEDY_TEMPERATURE else value for value in values]
         if any(value != neutral for value in values):
@@ -245,6 +249,9 @@ def _request_bias(turn: Turn, vocab_size: int) -> dict[int, float]:
     bad = [token_id for token_id in bias if not 0 <= token_id < vocab_size]
     if bad:
         raise MaskError(f"{turn.name}: logit_bias of id {bad[0]}, which is not in [0, {vocab_size})")
+    undefined = [token_id for token_id, value in bias.items() if not value < math.inf]
+    if undefined:
+        raise MaskError(f"{turn.name}: logit_bias of id {undefined[0]} is {bias[undefined[0]]}, not a number below inf")
     return bias
 
 

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from keepmask.errors import MaskError
 from keepmask.replay.pairs import RowStats, merge
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from keepmask.replay.support import Support
 
 __all__ = ["VocabParallel", "local_tensors"]
 
@@ -58,6 +61,23 @@ class VocabParallel:
         for other in others:
             merged = merge(merged, other)
         return merged
+
+    def check_tokens(self, targets: Tensor, support: Support) -> None:
+        """Raise MaskError unless all processes score the same tokens on the same rows: a head that is sharded for
+        data parallelism, whose processes have a batch each, would give numbers that mean nothing.
+
+        targets: [A], of the rows that are scored. support: their rows. Sums of both are exchanged.
+        """
+        places = torch.arange(1, targets.numel() + 1, device=targets.device)
+        sizes = [targets.new_tensor(targets.numel()), targets.new_tensor(support.num_pairs)]
+        own = torch.stack([*sizes, (targets * places).sum(), support.ids.sum(dtype=torch.int64)])
+        others = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(others, own, group=self.group)
+        if any(not torch.equal(other, own) for other in others):
+            raise MaskError(
+                f"vocab_parallel: the processes of the group score other tokens ({own[0]} rows and {own[1]} ids here); "
+                "each must have the whole batch. Gather a weight that is sharded over data-parallel processes first"
+            )
 
     def sum(self, values: Tensor) -> Tensor:
         """`values` added up over the processes, in place."""

@@ -37,6 +37,10 @@ def as_support(mask: SamplingMask | Support, targets: Tensor, vocab_size: int) -
     """The mask as a support on the device of `targets`. Raises MaskError where it cannot be theirs."""
     if targets.ndim != 1 or targets.dtype not in (torch.int32, torch.int64):
         raise MaskError(f"targets: must be a flat integer tensor, got {targets.dtype} {list(targets.shape)}")
+    if not isinstance(mask, SamplingMask | Support):
+        raise MaskError(
+            f"mask: must be a SamplingMask or a Support, got {type(mask).__name__}; SamplingMask.from_lists takes lists"
+        )
     support = Support.from_mask(mask, targets.device) if isinstance(mask, SamplingMask) else mask
     if support.ids.device != targets.device:
         raise MaskError(f"the mask is on {support.ids.device}, the targets on {targets.device}; move one of them")

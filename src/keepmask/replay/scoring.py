@@ -50,6 +50,8 @@ class Job:
         parallel = self.vocab_parallel
 
         def restricted() -> Share:
+            scored = torch.cat([active.rows, self.plan.full_rows])
+            parallel.check_tokens(self.targets[scored], active.support)
             support, pairs = active.support.restrict(parallel.ids)
             return Share(support, active.pairs[pairs], support.target_positions(self.targets[active.rows]))
 

@@ -80,6 +80,7 @@ class Support:
         offsets = torch.tensor(mask.offsets)
         support = cls(torch.tensor(mask.ids), offsets, offsets)
         support.id_bounds  # noqa: B018 - found here, while the ids are on the host
+        support.__dict__["has_repeats"] = False  # a mask has none
         return support if device is None else support.to(device)
 
     @classmethod
@@ -93,7 +94,10 @@ class Support:
         if all(part.host_offsets is not None or not part.ids.is_cuda for part in parts):
             host = _cat_offsets([part._offsets_on_host for part in parts], sizes)
         offsets = _cat_offsets([part.offsets for part in parts], sizes)
-        return cls(torch.cat([part.ids for part in parts]), offsets, host)
+        whole = cls(torch.cat([part.ids for part in parts]), offsets, host)
+        if all(part._known_distinct for part in parts):
+            whole.__dict__["has_repeats"] = False
+        return whole
 
     def to(self, device: torch.device | str) -> Support:
         """The same support on `device`; self when it is there already."""
@@ -101,8 +105,9 @@ class Support:
             return self
         host = self.host_offsets if self.ids.device.type != "cpu" else self.offsets
         moved = Support(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), host)
-        if "id_bounds" in self.__dict__:
-            moved.__dict__["id_bounds"] = self.id_bounds
+        moved.__dict__.update(
+            {name: self.__dict__[name] for name in ("id_bounds", "has_repeats") if name in self.__dict__}
+        )
         return moved
 
     def select(self, rows: Tensor) -> Support:
@@ -133,7 +138,7 @@ class Support:
         """
         versions = tuple(x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in inputs)
         last = self._last.get(name)
-        if last is not None and last[1] == versions and all(a is b for a, b in zip(last[0], inputs, strict=True)):
+        if last is not None and last[1] == versions and all(map(_is_same, last[0], inputs)):
             return cast(R, last[2])
         result = make()
         self._last[name] = (inputs, versions, result)
@@ -159,11 +164,6 @@ class Support:
                 "shard or pad the rows together with the tokens"
             )
         self.check_ids(vocab_size)
-        by_id = self.by_id
-        sorted_ids = self.ids[by_id.order]
-        twice = (sorted_ids[1:] == sorted_ids[:-1]) & (by_id.rows[1:] == by_id.rows[:-1])
-        if bool(twice.any()):
-            raise MaskError(f"{listed_rows(by_id.rows[1:][twice])}: an id stands twice in the row")
         if targets is None:
             return
         bad_targets = (targets < 0) | (targets >= vocab_size)
@@ -172,7 +172,7 @@ class Support:
         self.check_members(targets)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise MaskError, naming the rows, unless offsets add up and ids are in [0, vocab_size).
+        """Raise MaskError, naming the rows, unless offsets add up and ids are in [0, vocab_size), none twice in a row.
 
         The cheap part of `check`: looks at the values once, whatever the number of calls.
         """
@@ -180,6 +180,8 @@ class Support:
         if low < 0 or high >= vocab_size:
             bad = (self.ids < 0) | (self.ids >= vocab_size)
             raise MaskError(f"{listed_rows(self.row_index[bad])}: ids must be in [0, {vocab_size}), got {low}..{high}")
+        if self.has_repeats:
+            raise MaskError(f"{listed_rows(self._repeating_rows())}: an id stands twice in the row")
 
     def check_members(self, targets: Tensor, rows: Tensor | None = None) -> None:
         """Raise MaskError, naming the rows, where a row that is not empty lacks its target.
@@ -241,6 +243,13 @@ class Support:
         low, high = torch.aminmax(self.ids)
         return int(low), int(high)
 
+    @cached_property
+    def has_repeats(self) -> bool:
+        """Whether an id stands twice in some row."""
+        falls = (self.ids[1:] <= self.ids[:-1]) & (self.row_index[1:] == self.row_index[:-1])
+        # Ascending rows, as masks have them, hold no id twice; others are sorted to see.
+        return bool(falls.any()) and self._repeating_rows().numel() > 0
+
     @property
     def has_empty_rows(self) -> bool:
         """Whether some row stands for the whole vocabulary."""
@@ -249,6 +258,15 @@ class Support:
     @cached_property
     def _has_empty_rows(self) -> bool:
         return bool((self._offsets_on_host.diff() == 0).any())
+
+    @property
+    def _known_distinct(self) -> bool:
+        return self.__dict__.get("has_repeats") is False
+
+    def _repeating_rows(self) -> Tensor:
+        by_id = self.by_id
+        ids = self.ids[by_id.order]
+        return by_id.rows[1:][(ids[1:] == ids[:-1]) & (by_id.rows[1:] == by_id.rows[:-1])]
 
     @cached_property
     def _offsets_on_host(self) -> Tensor:
@@ -279,7 +297,15 @@ class Support:
         total = int((offsets if host is None else host)[-1])
         pairs = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], offsets.diff(), output_size=total)
         pairs += torch.arange(total, device=device)
-        return Support(self.ids[pairs], offsets, host), pairs
+        selected = Support(self.ids[pairs], offsets, host)
+        if self._known_distinct:
+            selected.__dict__["has_repeats"] = False
+        return selected, pairs
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether an input of `remember` is the one it was: the same object, or for ids and words an equal one."""
+    return one is other or (isinstance(one, range | str) and one == other)
 
 
 def _row_numbers(rows: Tensor, num_rows: int) -> Tensor:

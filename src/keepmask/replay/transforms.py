@@ -11,17 +11,16 @@ from torch import Tensor
 
 from keepmask.errors import MaskError
 from keepmask.kernels.replay_logits import PairTransforms
+from keepmask.replay.checks import GREEDY_TEMPERATURE, NEUTRAL_PARAMS
 from keepmask.replay.history import LogitBias, TokenHistory
 from keepmask.replay.support import Support, listed_rows
 
 __all__ = ["LogitBias", "PairTransforms", "TokenHistory", "TokenTransforms"]
 
-GREEDY_TEMPERATURE = 1e-5  # as in vLLM
-
 Table = TypeVar("Table", LogitBias, TokenHistory)
 
-# Per-token parameters and the value of each that changes nothing.
-_NEUTRAL = {"temperature": 1.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+_NEUTRAL = NEUTRAL_PARAMS
+_POSITIVE = {"temperature": GREEDY_TEMPERATURE, "repetition_penalty": 0.0}  # and the least legal value of each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,19 +59,25 @@ class TokenTransforms:
     def check(self, rows: Tensor) -> None:
         """Raise MaskError, naming the rows, where the logits of `rows`, of several ids each, cannot be transformed.
 
-        That is: a greedy or undefined temperature, or a repetition penalty that is not positive. rows: [R] int64.
+        That is: a greedy or undefined temperature, a repetition penalty that is not positive, or another value that is
+        not finite. rows: [R] int64.
         """
-        for name, least in (("temperature", GREEDY_TEMPERATURE), ("repetition_penalty", 0.0)):
+        for name in _NEUTRAL:
             values: Tensor | None = getattr(self, name)
             if values is None:
                 continue
             chosen = values[rows]
-            bad = ~((chosen >= least) & (chosen > 0) & chosen.isfinite())
+            bad = ~chosen.isfinite()
+            if name in _POSITIVE:
+                bad |= ~((chosen > 0) & (chosen >= _POSITIVE[name]))
             if bool(bad.any()):
                 raise MaskError(
-                    f"{listed_rows(rows[bad])}: {name} {chosen[bad][0].item():g}: must be positive"
+                    f"{listed_rows(rows[bad])}: {name} {chosen[bad][0].item():g}: must be "
+                    + ("positive" if name in _POSITIVE else "finite")
                     + (", and below 1e-5 a draw is greedy and its row holds one id" if name == "temperature" else "")
                 )
+        if self.logit_bias is not None and bool((~(self.logit_bias.values < torch.inf)).any()):
+            raise MaskError("logit_bias: must hold numbers below infinity; -inf takes an id away")
 
     def at(self, support: Support) -> PairTransforms:
         """The transforms of the N pairs of `support`, whose row t is token t; [N] each. No [T, V] table is made."""

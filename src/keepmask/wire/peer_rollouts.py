@@ -104,7 +104,8 @@ def rollouts_from_flat(
     """The turns of a flat sequence, one `Rollout` a run of sampled tokens, each with all before it as its prompt.
 
     token_ids: [T], prompt, generated and tool tokens (verifiers' Branch.token_ids, slime's and miles' Sample.tokens).
-    sampled: [T] flags of the tokens the policy drew. mask: one row a sampled token. logprobs: one a sampled token.
+    sampled: [T] flags of the tokens the policy drew. mask: one row a sampled token. logprobs: one a sampled token, or
+    [T], of which those of the other tokens are left out (Branch.logprobs).
     """
     tokens = _tokens("token_ids", token_ids, limits)
     flags = np.asarray(sampled)
@@ -113,6 +114,7 @@ def rollouts_from_flat(
     flags = flags.astype(np.bool_)
     num_sampled = int(flags.sum())
     values = None if logprobs is None else _floats("logprobs", logprobs)
+    values = values[flags] if values is not None and values.shape == flags.shape else values
     for name, value in (("mask", mask), ("logprobs", values)):
         if value is not None and len(value) != num_sampled:
             raise MaskError(f"{name}: {len(value)} rows for {num_sampled} sampled tokens")
