@@ -68,6 +68,8 @@ def test_estimate_grows_with_everything_that_takes_memory():
     assert answer_bytes(order(logprobs=0), with_mask=False) > plain
     assert answer_bytes(order(logprobs=5), with_mask=False) > answer_bytes(order(logprobs=0), with_mask=False)
     assert answer_bytes(order(prompt_logprobs=1), with_mask=False) > plain
+    for lists in ({"allowed_token_ids": [1] * 1000}, {"stop_token_ids": [1] * 1000}, {"logit_bias": {5: 1.0}}):
+        assert answer_bytes(order(**lists), with_mask=False) > plain
     masked = answer_bytes(order(top_k=20), with_mask=True)
     assert masked > plain
     assert answer_bytes(order(top_k=40), with_mask=True) > masked
@@ -78,3 +80,4 @@ def test_estimate_grows_with_everything_that_takes_memory():
 def test_estimate_covers_what_an_answer_really_takes():
     # An id in a list of its own: 8 bytes of pointer and 28 of integer, and at most 8 characters of JSON.
     assert answer_bytes(order(max_tokens=1000), with_mask=False) > 1000 * (8 + 28 + 8)
+    assert answer_bytes(order(allowed_token_ids=[300] * 1000), with_mask=False) > 1000 * (8 + 28)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import Serving
@@ -126,6 +128,49 @@ def test_a_million_wrong_entries_cost_one_error(serving: Serving):
     response = serving.client.post(PATH, json={**wrong, "token_ids": [1]})
     assert response.status_code == 400
     assert len(response.content) < 2000
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b"[0]", b'[{"a":[]}]'])
+def test_a_million_lists_are_refused_before_any_is_made(serving: Serving, item: bytes):
+    wrong = b'{"token_ids": [' + (item + b",") * (8_000_000 // (len(item) + 1)) + b"[]]}"
+    worst_s, done = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal worst_s
+        while not done.is_set():
+            started = time.monotonic()
+            serving.client.get("/health")
+            worst_s = max(worst_s, time.monotonic() - started)
+
+    watching = serving.in_background(watch)
+    response = serving.client.post(PATH, content=wrong, headers={"content-type": "application/json"})
+    done.set()
+    watching.result()
+    assert response.status_code == 400
+    assert "objects and lists; at most 65536" in response.json()["error"]["message"]
+    assert worst_s < 0.5  # a second and more where they are made
+
+
+def test_brackets_in_texts_are_no_lists(serving: Serving):
+    texts = ["[{" * 512, '"[' * 512, "\\[" * 512, '\\"[' * 340] * 40
+    answer = serving.generate([1], params={"max_tokens": 1, "bad_words": texts})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x", "unknown field"),
+        ({"content": [{"type": "text"}]}, "messages[0].content[0].text", "must be given"),
+        ({"content": 3}, "messages[0].content", "string"),
+        ({"content": "a", "x": 1}, "messages[0].x", "unknown field"),
+    ],
+)
+def test_nested_fields_are_refused_by_their_own_name(serving: Serving, body: dict[str, Any], param: str, says: str):
+    answer = serving.client.post("/v1/chat/completions", json={"messages": [{"role": "user", **body}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert says in answer.json()["error"]["message"]
 
 
 def test_unknown_paths_and_methods_have_our_shape(serving: Serving):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -338,6 +340,35 @@ def test_restarted_worker_serves_nothing_before_its_weights_are_back(checkpoint:
         serving.client.post("/finish_weight_update", json={"weight_version": "41"}).raise_for_status()
         assert serving.client.get("/weight_info").json() == {"weight_version": "41", "awaited": False}
         assert serving.generate(PROMPT, params=PARAMS).status_code == 200
+
+
+def test_trainer_killed_in_the_middle_of_an_update_changes_nothing(
+    serving: Serving, expected: dict[str, Any], folder: Path
+):
+    before = checksums(serving)
+    data = (folder / "step1" / "model.safetensors").read_bytes()
+    serving.client.post("/start_weight_update").raise_for_status()
+    head = [
+        "POST /update_weights HTTP/1.1",
+        "Host: test",
+        f"Authorization: Bearer {KEY}",
+        "Content-Type: application/octet-stream",
+        f"Content-Length: {len(data)}",
+    ]
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as trainer:
+        trainer.sendall("\r\n".join([*head, "", ""]).encode() + data[: len(data) // 2])
+        assert draws(serving) == expected["0"]  # nobody waits for the rest
+        # The end of a process: what it had not read or sent is gone, and its connections are reset.
+        trainer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert checksums(serving) == before
+    assert version(serving) == "0"
+    assert draws(serving) == expected["0"]
+    assert serving.client.post("/finish_weight_update").status_code == 400
+    # The trainer that takes its place begins anew.
+    serving.client.post("/start_weight_update", json={"discard": True}).raise_for_status()
+    push(serving, data).raise_for_status()
+    serving.client.post("/finish_weight_update").raise_for_status()
+    assert draws(serving) == expected["1"]
 
 
 # Pausing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,8 @@ import httpx
 import pytest
 import torch
 from serving import Serving, events, until
+
+from keepmask.server import openai, sglang, tokens
 
 PROMPT = [5, 6, 7, 8]
 LONG: dict[str, Any] = {"max_tokens": 400, "top_k": 6, "logprobs": 0, "seed": 3, "ignore_eos": True}
@@ -213,6 +216,40 @@ def test_slow_reader_holds_nobody_up_and_loses_nothing(serving: Serving):
         assert content == choice["logprobs"]["content"]
         assert max(len(chunk["token_ids"]) for chunk in chunks) > 1
     stream.close()
+
+
+def test_long_answers_are_written_where_nobody_waits_for_them(serving: Serving, monkeypatch: pytest.MonkeyPatch):
+    threads: dict[int, str] = {}
+    routes: list[Any] = [(openai, "mask_fields"), (tokens, "mask_fields"), (sglang, "mask_to_fields")]
+    for module, name in routes:
+        write = getattr(module, name)
+
+        def noting(output: Any, *form: Any, write: Any = write) -> Any:
+            threads[threading.get_ident()] = threading.current_thread().name
+            return write(output, *form)
+
+        monkeypatch.setattr(module, name, noting)
+
+    def written_by(path: str, **request: Any) -> set[str]:
+        threads.clear()
+        answer = serving.client.post(path, json=request)
+        assert answer.status_code == 200, answer.text
+        return set(threads.values())
+
+    for path, prompt in (
+        ("/inference/v1/generate", "token_ids"),
+        ("/v1/completions", "prompt"),
+        ("/generate", "input_ids"),
+    ):
+        for tokens_each, loop in ((20, True), (300, False)):
+            params = {"n": 8, "top_k": 2, "ignore_eos": True}
+            if path == "/generate":
+                request = {"sampling_params": {**params, "max_new_tokens": tokens_each}, "return_sampling_mask": True}
+            elif path == "/v1/completions":
+                request = {**params, "max_tokens": tokens_each}
+            else:
+                request = {"sampling_params": {**params, "max_tokens": tokens_each}}
+            assert (written_by(path, **{prompt: PROMPT}, **request) == {"test-server"}) == loop
 
 
 def test_reader_that_takes_nothing_is_given_up(checkpoint: Path):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -215,8 +216,19 @@ def test_killed_server_gives_clients_an_error_not_a_hang(checkpoint: Path, tmp_p
             client.get("/health")
 
 
-def test_wrong_configuration_is_told_before_the_model_is_loaded(checkpoint: Path):
+def test_wrong_configuration_is_told_before_the_model_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "Engine", lambda _: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="give --api-key"):
         cli.run(parse(str(checkpoint), "--host", "0.0.0.0"))
     with pytest.raises(ConfigError, match="processed_logprobs"):
         cli.run(parse(str(checkpoint), "--return-sampling-mask"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port}: cannot listen at 127.0.0.1: Address already in use; stop"):
+            cli.run(parse(str(checkpoint), "--port", str(port)))
+    monkeypatch.setenv("KEY_OF_TEST", "key")
+    for host, says in (("203.0.113.7", "cannot listen at 203.0.113.7"), ("no.such.host.invalid", "is no address")):
+        with pytest.raises(ConfigError, match=says):
+            cli.run(parse(str(checkpoint), "--host", host, "--api-key", "env:KEY_OF_TEST"))

@@ -17,6 +17,7 @@ _LOGPROB_BYTES = 320  # an entry with its text, likewise
 _ROW_BYTES = 64  # offset and bookkeeping of a support
 _ID_BYTES = 24  # an id of a support: in the buffer, in the mask, in the JSON
 _ROW_IDS = 64
+_PARAM_BYTES = 64  # an id or a bias of the parameters: as they came and as the sampler holds them
 _RETRY_AFTER_S = 1
 
 
@@ -93,8 +94,8 @@ class Admission:
 
 
 def answer_bytes(order: Order, *, with_mask: bool) -> int:
-    """Memory the answer may come to take, from its parameters. No row counts as wider than 64 ids: wider ones are
-    rare, and the request's mask budget ends it when they are not.
+    """Memory that the request and its answer may come to take, from its parameters. No row counts as wider than 64
+    ids: wider ones are rare, and the request's mask budget ends it when they are not.
     """
     params = order.params
     each = _TOKEN_BYTES
@@ -104,4 +105,6 @@ def answer_bytes(order: Order, *, with_mask: bool) -> int:
         width = min(params.top_k, _ROW_IDS) if params.top_k > 0 else _ROW_IDS
         each += _ROW_BYTES + width * _ID_BYTES * (2 if params.return_sampling_mask_logprobs else 1)
     prompt_logprobs = 0 if params.prompt_logprobs is None else _LOGPROB_BYTES * (params.prompt_logprobs + 1)
-    return params.n * (params.max_tokens or 0) * each + len(order.prompt_token_ids) * (_TOKEN_BYTES + prompt_logprobs)
+    prompt = len(order.prompt_token_ids) * (_TOKEN_BYTES + prompt_logprobs)
+    ids = len(params.allowed_token_ids or ()) + len(params.stop_token_ids) + len(params.logit_bias)
+    return params.n * (params.max_tokens or 0) * each + prompt + _PARAM_BYTES * ids

@@ -13,7 +13,7 @@ from keepmask.errors import ConfigError
 from keepmask.flags import add_flags, given
 from keepmask.server.app import create_app
 from keepmask.server.config import ServerConfig
-from keepmask.server.lifecycle import build_server
+from keepmask.server.lifecycle import build_server, check_address
 from keepmask.server.service import Service
 from keepmask.server.summary import summary
 
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code, 1 where requests under way were not finished."""
     config = ServerConfig(**given(args, ServerConfig), api_keys=read_keys(args.api_key))
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    service = Service(Engine(EngineConfig(**given(args, EngineConfig))), config)
+    settings = EngineConfig(**given(args, EngineConfig))
+    check_address(config)
+    service = Service(Engine(settings), config)
     server = build_server(create_app(service), service)
     _log.info("%s", summary(service))
     try:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from socket import socket
+import socket
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from keepmask.errors import ConfigError
+from keepmask.server.config import ServerConfig
+from keepmask.server.connection import Connection
 from keepmask.server.service import Service
 
-__all__ = ["DrainingServer", "build_server"]
+__all__ = ["DrainingServer", "build_server", "check_address"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +33,31 @@ class DrainingServer(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
-    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called once `should_exit` was seen."""
         _log.info("stopping; %d requests under way are finished first", len(self._service.tickets()))
         self._service.drain()
         await super().shutdown(sockets)
         if self.force_exit:
             _log.warning("stopped at once; %d requests were not finished", len(self._service.tickets()))
+
+
+def check_address(config: ServerConfig) -> None:
+    """Raise ConfigError where the server could not listen: known at once, not after minutes of loading a model."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"host={config.host!r}: is no address: {error.strerror}; give one of this machine") from None
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"port={config.port}: cannot listen at {config.host}: {error.strerror}; stop what listens there, or "
+                "give another --port"
+            ) from None
 
 
 def build_server(app: ASGIApp, service: Service) -> DrainingServer:
@@ -47,8 +68,8 @@ def build_server(app: ASGIApp, service: Service) -> DrainingServer:
             app,
             host=config.host,
             port=config.port,
-            # h11 for its bound on the size of headers, which httptools lacks
-            http="h11",
+            # h11's, for its bound on the size of headers, which httptools lacks
+            http=Connection,
             h11_max_incomplete_event_size=config.max_header_bytes,
             ws="none",
             lifespan="on",

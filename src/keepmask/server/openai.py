@@ -18,7 +18,7 @@ from keepmask.server.document import answers, takes
 from keepmask.server.logprobs import by_text, legacy, prompt_entries
 from keepmask.server.schema import ChatRequest, CompletionRequest, OpenAIFields
 from keepmask.server.service import Service
-from keepmask.server.stream import Attended, EventStream, event, json_response
+from keepmask.server.stream import Attended, EventStream, answered, event, json_response
 from keepmask.server.text import Encoded
 from keepmask.server.ticket import Ticket, follow
 
@@ -99,7 +99,7 @@ async def _answer(
         return EventStream(service.engine, tickets, shape.events(tickets), config=service.config)
     async with Attended(service.engine, tickets, request.receive, timeout_s=service.config.request_timeout_s):
         outputs = [await ticket.output() for ticket in tickets]
-    return json_response(shape.answer(outputs, tickets))
+    return await answered(outputs, lambda: json_response(shape.answer(outputs, tickets)))
 
 
 class _Shape(ABC):

@@ -21,7 +21,7 @@ from keepmask.server.document import answers, takes
 from keepmask.server.errors import ApiError
 from keepmask.server.service import Service
 from keepmask.server.sglang_schema import CustomParams, SGLangAbort, SGLangGenerate
-from keepmask.server.stream import Attended, EventStream, event, json_response
+from keepmask.server.stream import Attended, EventStream, answered, event, json_response
 from keepmask.server.text import Encoded
 from keepmask.server.ticket import Order, Ticket, follow, joined
 from keepmask.wire.fields import mask_to_fields
@@ -71,9 +71,13 @@ def router(service: Service) -> APIRouter:
             return EventStream(service.engine, tickets, shape.events(tickets, single=single), config=service.config)
         async with Attended(service.engine, tickets, request.receive, timeout_s=service.config.request_timeout_s):
             outputs = [await ticket.output() for ticket in tickets]
-        found = [shape.whole(output, number, tickets[number]) for number, output in enumerate(outputs)]
-        flat = [each for one in found for each in one]
-        return json_response(flat[0] if single else flat)
+
+        def build() -> Response:
+            found = [shape.whole(output, number, tickets[number]) for number, output in enumerate(outputs)]
+            flat = [each for one in found for each in one]
+            return json_response(flat[0] if single else flat)
+
+        return await answered(outputs, build)
 
     @routes.post("/abort_request", openapi_extra=takes(SGLangAbort), responses=answers())
     async def abort_request(request: Request) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,21 +13,30 @@ import pydantic_core
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from keepmask.outputs import RequestOutput
 from keepmask.server.config import ServerConfig
 from keepmask.server.errors import describe, error_body
 from keepmask.server.runner import EngineThread
 from keepmask.server.ticket import Ticket
 
-__all__ = ["DONE", "Attended", "EventStream", "event", "json_response"]
+__all__ = ["DONE", "Attended", "EventStream", "answered", "event", "json_response"]
 
 _log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
+_MANY_TOKENS = 2048  # which take some 50 ms to write as JSON
+
 
 def json_response(data: dict[str, Any] | list[Any]) -> Response:
     """A JSON answer."""
     return Response(pydantic_core.to_json(data), media_type="application/json")
+
+
+async def answered(outputs: Sequence[RequestOutput], build: Callable[[], Response]) -> Response:
+    """The response to these outputs. That of a long answer is built on a thread, so that nobody waits for it."""
+    num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return await asyncio.to_thread(build) if num_tokens > _MANY_TOKENS else build()
 
 
 def event(data: dict[str, Any]) -> bytes:

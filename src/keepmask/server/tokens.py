@@ -20,7 +20,7 @@ from keepmask.server.errors import ApiError
 from keepmask.server.logprobs import by_id, by_text, prompt_entries
 from keepmask.server.schema import AbortRequest, GenerateRequest
 from keepmask.server.service import Service
-from keepmask.server.stream import Attended, EventStream, event, json_response
+from keepmask.server.stream import Attended, EventStream, answered, event, json_response
 from keepmask.server.ticket import Ticket, follow
 from keepmask.wire.fields import JsonForm
 
@@ -53,10 +53,14 @@ def router(service: Service) -> APIRouter:
             return EventStream(service.engine, [ticket], shape.events(ticket), config=service.config)
         async with Attended(service.engine, [ticket], request.receive, timeout_s=service.config.request_timeout_s):
             output = await ticket.output()
-        if arrow:
-            output.request_id = name
-            return Response(encode_rollouts(output.rollouts()), media_type=ARROW)
-        return json_response(shape.answer(output, ticket))
+
+        def build() -> Response:
+            if arrow:
+                output.request_id = name
+                return Response(encode_rollouts(output.rollouts()), media_type=ARROW)
+            return json_response(shape.answer(output, ticket))
+
+        return await answered([output], build)
 
     @routes.post("/inference/v1/abort_requests", openapi_extra=takes(AbortRequest), responses=answers())
     async def abort_requests(request: Request) -> Response:
