@@ -2,36 +2,61 @@
 
     python bench/server.py            a table
     python bench/server.py --json     one JSON row a case
+    python bench/server.py --quick    fewer and shorter requests: does it run, not how fast
 
-The server and the offline loop take turns in one process, on one engine; the client is a process of its own that only
-reads bytes while the clock runs, and afterwards checks that every answer is whole and aligned.
+The server and the offline loop take turns in one process, on one engine, in both orders; the client is a process of its
+own that only reads bytes while the clock runs, and afterwards checks that every answer is whole and aligned. Under load
+the row also tells what the process held before and after: resident memory, open files, tasks of the event loop, blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import platform
+import resource
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-ROUNDS = 3
-CONCURRENT = 64
-PARAMS = {"max_tokens": 64, "top_k": 50, "top_p": 0.95, "ignore_eos": True, "logprobs": 0}
+PARAMS = {"top_k": 50, "top_p": 0.95, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 PROMPT_LEN = 32
+
+
+class Sizes(NamedTuple):
+    """How much is measured."""
+
+    rounds: int = 4
+    concurrent: int = 64
+    max_tokens: int = 64
+    requests: int = 2000
+    streams: int = 256
+    short_tokens: int = 8
+
+
+FULL, QUICK = Sizes(), Sizes(rounds=1, concurrent=8, max_tokens=8, requests=60, streams=30, short_tokens=4)
 
 
 # The client
 
 
 async def ask(port: int, body: dict[str, Any]) -> bytes:
-    """The raw answer to one request on a connection of its own."""
+    """The raw answer to one request on a connection of its own; what came of it where the connection was lost."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        return await whole_answer(port, body)
+    return b""
+
+
+async def whole_answer(port: int, body: dict[str, Any]) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**22)
     content = json.dumps(body).encode()
     head = [
@@ -76,6 +101,8 @@ def body_of(answer: bytes) -> bytes:
 
 def examine(answer: bytes, *, masked: bool, max_tokens: int) -> tuple[int, str | None]:
     """Tokens of an answer, and what is wrong with it."""
+    if not answer.startswith(b"HTTP/1.1 200 "):
+        return 0, answer[:40].decode(errors="replace") or "no answer"
     text = body_of(answer).decode()
     if text.startswith("data: "):
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
@@ -119,8 +146,8 @@ def client() -> None:
 
 
 @contextmanager
-def serving(llm: Any) -> Iterator[int]:
-    """The port of a server on the engine of `llm`."""
+def serving(llm: Any) -> Iterator[Served]:
+    """A server on the engine of `llm`."""
     from keepmask.server.app import create_app
     from keepmask.server.config import ServerConfig
     from keepmask.server.lifecycle import build_server
@@ -128,25 +155,66 @@ def serving(llm: Any) -> Iterator[int]:
 
     service = Service(llm.engine, ServerConfig(port=0, log_level="error", max_waiting=4096))
     server = build_server(create_app(service), service)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    loop: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loop.append(asyncio.get_running_loop())
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
+    try:
+        yield Served(server.servers[0].sockets[0].getsockname()[1], loop[0], llm.engine)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class Served(NamedTuple):
+    """A server in a thread of this process."""
+
+    port: int
+    loop: asyncio.AbstractEventLoop
+    engine: Any
+
+    def holds(self) -> dict[str, int]:
+        """What the process has, once nothing is under way."""
+
+        async def tasks() -> int:
+            return len(asyncio.all_tasks())
+
+        end = time.monotonic() + 5
+        while self.engine.num_unfinished and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.3)  # for the last connections to be closed
+        stats = self.engine.stats()
+        return {
+            "resident_bytes": resident_bytes(),
+            "files": len(os.listdir("/proc/self/fd")),
+            "tasks": asyncio.run_coroutine_threadsafe(tasks(), self.loop).result(10),
+            "blocks": stats.num_blocks - stats.num_free_blocks,
+        }
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Bench:
-    def __init__(self, llm: Any, port: int, process: subprocess.Popen[str], prompts: list[list[int]]) -> None:
-        self.llm, self.port, self.process, self.prompts = llm, port, process, prompts
+    def __init__(
+        self, llm: Any, port: int, process: subprocess.Popen[str], prompts: list[list[int]], sizes: Sizes
+    ) -> None:
+        self.llm, self.port, self.process, self.prompts, self.sizes = llm, port, process, prompts, sizes
+        self.params = PARAMS | {"max_tokens": sizes.max_tokens}
 
     def offline(self, **params: Any) -> float:
         """Tokens per second of LLM.generate."""
         from keepmask import SamplingParams
 
         asked = [
-            SamplingParams(**PARAMS | params | {"seed": seed, "return_sampling_mask": True})
+            SamplingParams(**self.params | params | {"seed": seed, "return_sampling_mask": True})
             for seed in range(len(self.prompts))
         ]
         begin = time.perf_counter()
@@ -160,11 +228,11 @@ class Bench:
         stream: bool,
         masked: bool = True,
         prompts: list[list[int]] | None = None,
-        concurrent: int = CONCURRENT,
+        concurrent: int | None = None,
         **params: Any,
     ) -> dict[str, Any]:
         """What the client saw."""
-        asked = PARAMS | params | {"return_sampling_mask": masked}
+        asked = self.params | params | {"return_sampling_mask": masked}
         bodies = [
             {"token_ids": prompt, "sampling_params": asked | {"seed": seed}, "stream": stream}
             for seed, prompt in enumerate(self.prompts if prompts is None else prompts)
@@ -172,7 +240,7 @@ class Bench:
         spec = {
             "port": self.port,
             "bodies": bodies,
-            "concurrent": concurrent,
+            "concurrent": concurrent or self.sizes.concurrent,
             "masked": masked,
             "max_tokens": asked["max_tokens"],
         }
@@ -191,43 +259,56 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def compare(bench: Bench, dtype: str) -> Iterator[dict[str, Any]]:
-    """The four ways in turn, round by round; ratios are of the same round."""
-    speeds: dict[str, list[float]] = {"LLM.generate": [], "server": [], "server, streaming": [], "server, no masks": []}
+    """The four ways in turn, there and back, round by round; ratios are of the same round."""
+    sizes = bench.sizes
+    shape = [sizes.concurrent, PROMPT_LEN, sizes.max_tokens]
+    op = f"{sizes.concurrent} concurrent requests"
+    ways: dict[str, dict[str, Any] | None] = {
+        "LLM.generate": None,
+        "server, streaming": {"stream": True},
+        "server": {"stream": False},
+        "server, no masks": {"stream": False, "masked": False},
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
     problems = 0
     bench.offline(max_tokens=4)
     bench.online(stream=True, max_tokens=4)
-    for _ in range(ROUNDS):
-        speeds["LLM.generate"].append(bench.offline())
-        for name, options in (
-            ("server", {"stream": False}),
-            ("server, streaming", {"stream": True}),
-            ("server, no masks", {"stream": False, "masked": False}),
-        ):
+    for number in range(sizes.rounds):
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            options = ways[name]
+            if options is None:
+                speeds[name].append(bench.offline())
+                continue
             seen = bench.online(**options)
             problems += seen["num_problems"]
             speeds[name].append(seen["tokens"] / seen["seconds"])
     base = speeds["LLM.generate"]
     for name, values in speeds.items():
-        ratios = sorted(value / other for value, other in zip(values, base, strict=True))
-        row = {"op": "64 concurrent requests", "implementation": name, "dtype": dtype, "unit": "tokens/s"}
-        row |= {"shape": [CONCURRENT, PROMPT_LEN, PARAMS["max_tokens"]], **quantiles(values)}
-        yield row | {"over_generate": ratios[len(ratios) // 2], "problems": problems}
-    masks = sorted(a / b for a, b in zip(speeds["server"], speeds["server, no masks"], strict=True))
+        ratios = [value / other for value, other in zip(values, base, strict=True)]
+        row = {"op": op, "implementation": name, "dtype": dtype, "unit": "tokens/s", "shape": shape}
+        yield row | quantiles(values) | {"over_generate": statistics.median(ratios), "problems": problems}
+    masks = [a / b for a, b in zip(speeds["server"], speeds["server, no masks"], strict=True)]
     yield {
-        "op": "64 concurrent requests",
+        "op": op,
         "implementation": "masks on / off",
         "dtype": dtype,
         "unit": "ratio",
-        "shape": [CONCURRENT, PROMPT_LEN, PARAMS["max_tokens"]],
+        "shape": shape,
         **quantiles(masks),
         "problems": problems,
     }
 
 
-def load(bench: Bench, dtype: str, *, requests: int, concurrent: int, max_tokens: int) -> dict[str, Any]:
-    """Many short streams: none may be lost or misaligned."""
+def load(bench: Bench, served: Served, dtype: str) -> dict[str, Any]:
+    """Many short streams: none may be lost or misaligned, and nothing of them may stay."""
+    sizes = bench.sizes
+    requests, concurrent, max_tokens = sizes.requests, sizes.streams, sizes.short_tokens
     prompts = [bench.prompts[number % len(bench.prompts)][: 8 + number % 17] for number in range(requests)]
+    # Buffers and allocators grow with the first requests of a shape.
+    bench.online(stream=True, prompts=prompts[: 2 * concurrent], concurrent=concurrent, max_tokens=max_tokens)
+    before = served.holds()
     seen = bench.online(stream=True, prompts=prompts, concurrent=concurrent, max_tokens=max_tokens)
+    after = served.holds()
     speed = seen["tokens"] / seen["seconds"]
     return {
         "op": f"{requests} streams, {concurrent} at a time",
@@ -242,6 +323,8 @@ def load(bench: Bench, dtype: str, *, requests: int, concurrent: int, max_tokens
         "bytes": seen["bytes"],
         "problems": seen["num_problems"],
         "first": seen["problems"],
+        "held_before": before,
+        "held_after": after,
     }
 
 
@@ -251,7 +334,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--only", choices=("compare", "load"), help="one of the two parts")
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    parser.add_argument("--requests", type=int, help=f"short streams under load (default: {FULL.requests})")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
@@ -271,23 +355,24 @@ def main() -> None:
         return_sampling_mask=True,
         logprobs_mode="processed_logprobs",
     )
-    prompts = np.random.default_rng(0).integers(100, 40_000, (CONCURRENT, PROMPT_LEN))
+    sizes = QUICK if args.quick else FULL
+    sizes = sizes._replace(requests=args.requests or sizes.requests)
+    prompts = np.random.default_rng(0).integers(100, 40_000, (sizes.concurrent, PROMPT_LEN))
     prompts %= llm.engine.runner.vocab_size
     machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     versions = {"keepmask": keepmask.__version__, "torch": torch.__version__, "model": args.model}
     dtype = str(llm.engine.runner.dtype).removeprefix("torch.")
     command = [sys.executable, __file__, "--client"]
     with (
-        serving(llm) as port,
+        serving(llm) as served,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
     ):
-        bench = Bench(llm, port, process, prompts.tolist())
+        bench = Bench(llm, served.port, process, prompts.tolist(), sizes)
         if args.only != "load":
             for row in compare(bench, dtype):
                 report(row | machine | versions, as_json=args.json)
         if args.only != "compare":
-            row = load(bench, dtype, requests=args.requests, concurrent=256, max_tokens=8)
-            report(row | machine | versions, as_json=args.json)
+            report(load(bench, served, dtype) | machine | versions, as_json=args.json)
         process.stdin.close()  # type: ignore[union-attr]
 
 
@@ -302,6 +387,9 @@ def report(row: dict[str, Any], *, as_json: bool) -> None:
         + f"{ratio}  {row['problems']} lost or misaligned",
         flush=True,
     )
+    for when in ("held_before", "held_after"):
+        if when in row:
+            print(f"    {when.replace('_', ' '):12s}", ", ".join(f"{n:,} {name}" for name, n in row[when].items()))
 
 
 if __name__ == "__main__":
