@@ -16,10 +16,22 @@ from torch import Tensor
 
 from keepmask.kernels.replay_pairs import wide
 
-__all__ = ["pair_gradients", "pair_logits"]
+__all__ = ["pair_gradients", "pair_logits", "products"]
 
 _SLICE_FLOATS = 2**22  # logits of a slice of the vocabulary: 16 MB of float32
+_SUM = 128  # terms of a product summed at a time
 _MIN_SLICE = 256  # narrower products would not be worth their name
+
+
+def products(states: Tensor, head_rows: Tensor) -> Tensor:
+    """`states @ head_rows.T`, summed a part of E at a time: a single sum would be the largest error of a score.
+
+    states: [A, E]. head_rows: [W, E].
+    """
+    result = states[:, :_SUM] @ head_rows[:, :_SUM].T
+    for e in range(_SUM, states.shape[1], _SUM):
+        result.addmm_(states[:, e : e + _SUM], head_rows[:, e : e + _SUM].T)
+    return result
 
 
 def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, index: Tensor) -> Tensor:
@@ -30,7 +42,7 @@ def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, index
     states = hidden[rows].to(wide(hidden.dtype))
     result = states.new_empty(ids.numel())
     for start, stop, pairs in _slices(weight.shape[0], ids, rows.numel()):
-        logits = states @ weight[start:stop].to(states.dtype).T
+        logits = products(states, weight[start:stop].to(states.dtype))
         result[pairs] = logits[index[pairs], ids[pairs] - start]
     return result
 

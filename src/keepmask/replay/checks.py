@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,7 +15,7 @@ from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import WeightVersionSpan
 
-__all__ = ["GREEDY_TEMPERATURE", "NEUTRAL_PARAMS", "LogprobsMode", "Turn", "check_turns"]
+__all__ = ["GREEDY_TEMPERATURE", "NEUTRAL_PARAMS", "LogprobsMode", "Turn", "check_turns", "integers"]
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
@@ -24,6 +26,7 @@ NEUTRAL_PARAMS = {"temperature": 1.0, "repetition_penalty": 1.0, "frequency_pena
 """Parameters that change the survivors' weights, and the value of each that does not."""
 
 _MAX_LISTED = 8
+_FIELDS = ("prompt_token_ids", "token_ids", "sampling_mask", "logprobs", "sampling_params")
 _FILTERS = ("top_k", "top_p", "min_p", "allowed_token_ids", "bad_words", "min_tokens")
 # Log-probs of the support that come from different kernels agree far closer than this; raw ones do not.
 _TOLERANCE = 1e-3
@@ -53,16 +56,27 @@ class Turn:
     def of(cls, rollout: Any, index: int, turn: int | None, missing_mask: Literal["error", "full"]) -> Turn:
         """The turn of a `Rollout`. Raises MaskError for one without a mask, unless missing masks are "full"."""
         name = _name(index, turn)
+        absent = [field for field in _FIELDS if not hasattr(rollout, field)]
+        if absent:
+            raise MaskError(
+                f"{name}: a {type(rollout).__name__} without {', '.join(absent)} is no rollout; "
+                "keepmask.wire.peers reads those of other programs"
+            )
         tokens, prompt = (
-            _token_ids(name, field, getattr(rollout, field)) for field in ("token_ids", "prompt_token_ids")
+            integers(f"{name}: {field}", getattr(rollout, field)) for field in ("token_ids", "prompt_token_ids")
         )
         mask = rollout.sampling_mask
+        if not isinstance(mask, SamplingMask | None):
+            raise MaskError(
+                f"{name}: sampling_mask must be a SamplingMask, got {type(mask).__name__}; SamplingMask.from_lists or "
+                "keepmask.wire.peers makes one"
+            )
         if mask is None and missing_mask == "error":
             raise MaskError(
                 f"{name}: no sampling_mask; ask the engine for one, or say missing_mask='full' when it drew from the "
                 "whole vocabulary, with no filter and no ban"
             )
-        params = rollout.sampling_params
+        params = _params(name, rollout.sampling_params)
         if mask is None and (filters := [key for key in _FILTERS if _filters(key, params.get(key))]):
             raise MaskError(f"{name}: {filters[0]}={params[filters[0]]} dropped ids, but there is no sampling_mask")
         logprobs = rollout.logprobs
@@ -194,7 +208,7 @@ def _with_support_logprobs(turn: Turn, mode: LogprobsMode | None) -> Turn:
     if mode == "raw_logprobs":
         if drawn is not None:
             return replace(turn, logprobs=drawn)
-        if turn.has_mask or _changes_logits(turn):
+        if bool((turn.loss_mask & (turn.mask.counts > 0)).any()) or _changes_logits(turn):
             raise MaskError(
                 f"{turn.name}: raw log-probabilities are over the whole vocabulary at temperature 1 and have no ratio "
                 "to replayed ones; roll out with logprobs_mode='processed_logprobs', ask for "
@@ -255,10 +269,28 @@ def _filters(key: str, value: Any) -> bool:
     return bool(value) and value != -1  # top_k = -1 keeps all, as 0 does
 
 
-def _token_ids(name: str, field: str, values: Any) -> NDArray[np.int64]:
+def _params(name: str, given: Any) -> Mapping[str, Any]:
+    """The sampling parameters of a request as a mapping, those that are replayed being numbers."""
+    params = given.model_dump() if hasattr(given, "model_dump") else given
+    if not isinstance(params, Mapping):
+        raise MaskError(
+            f"{name}: sampling_params must be a mapping of names to values, got {type(given).__name__}; an empty one "
+            "says that nothing changed the logits"
+        )
+    for field in NEUTRAL_PARAMS:
+        value = params.get(field)
+        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            raise MaskError(f"{name}: {field}={value!r} must be a finite number")
+    if params.get("repetition_penalty") is not None and not params["repetition_penalty"] > 0:
+        raise MaskError(f"{name}: repetition_penalty={params['repetition_penalty']} must be positive")
+    return params
+
+
+def integers(name: str, values: Any) -> NDArray[np.int64]:
+    """`values` as a flat array of integers. Raises MaskError for anything else."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise MaskError(f"{name}: {field} must be a flat integer array, got {array.dtype} {list(array.shape)}")
+        raise MaskError(f"{name} must be a flat integer array, got {array.dtype} {list(array.shape)}")
     return array.astype(np.int64)
 
 

@@ -154,7 +154,7 @@ class HeadBlock:
     def logits(self, rows: Tensor) -> Tensor:
         """`Block.logits`."""
         head = self._head
-        products = head.hidden[rows].to(head.dtype) @ self._weight.T
+        products = replay_dense.products(head.hidden[rows].to(head.dtype), self._weight)
         if head.bias is not None:
             products += head.bias[self._rows].to(head.dtype)
         return head.form.apply(products)

@@ -160,6 +160,8 @@ def measure_mismatch(
 
     Raises MaskError when a rollout has no `logprobs`, when lengths differ, or when a measured value is not finite.
     """
+    turns = [index for index, rollout in enumerate(rollouts) if isinstance(rollout, Sequence)]
+    _refuse("rollouts: give the turns of a dialogue one by one; a list stands in place of", turns, str)
     kept = [np.ones(len(rollout.token_ids), np.bool_) for rollout in rollouts]
     if loss_masks is not None:
         kept = [part != 0 for part in _per_token("loss_masks", rollouts, loss_masks, kept)]
@@ -214,7 +216,7 @@ def _per_token(
         raise MaskError(f"{name}: {len(values)} arrays for {len(rollouts)} rollouts; each rollout has its own")
     absent = [index for index, value in enumerate(values) if value is None]
     _refuse(f"{name}: needed for every rollout, absent in", absent, str)
-    parts = [np.asarray(value, np.float64) for value in values]
+    parts = [_float64(name, index, value) for index, value in enumerate(values)]
     wrong = [index for index, part in enumerate(parts) if part.shape != rollouts[index].token_ids.shape]
     _refuse(
         f"{name}: needs one value a generated token; other shapes in",
@@ -228,6 +230,16 @@ def _per_token(
         lambda index: f"{index} (position {np.flatnonzero(~np.isfinite(parts[index]) & kept[index])[0]})",
     )
     return parts
+
+
+def _float64(name: str, rollout: int, value: Any) -> Floats:
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a device, with a gradient, or of bfloat16
+        raise MaskError(
+            f"{name}: those of rollout {rollout} cannot be read as an array ({error}); tensors "
+            "need .detach().float().cpu()"
+        ) from None
 
 
 def _flat(name: str, rollouts: Sequence[Rollout], values: Sequence[Any], kept: list[NDArray[np.bool_]]) -> Floats:

@@ -164,7 +164,7 @@ def cispo(
     keep = loss_mask.bool()
     ratio = log_ratio(policy_logprobs, old_logprobs, loss_mask).detach().exp()
     bounded = _bounded(ratio, clip_low, clip_high)
-    losses = -bounded * torch.where(keep, advantages, 0.0) * torch.where(keep, policy_logprobs, 0.0)
+    losses = -bounded * _kept("advantages", advantages, loss_mask) * torch.where(keep, policy_logprobs, 0.0)
     losses = _finished(losses, loss_mask, weights, penalty)
     count = _num_tokens(loss_mask) if denominator is None else denominator
     return _divided(losses, ratio, bounded != ratio, loss_mask, count)
@@ -208,11 +208,13 @@ def score_centering(
     drawn_weights = torch.ones_like(ratio)
     if weight is not None:
         drawn_weights = weight(ratio)
-        pair_weights = pair_weights * weight((policy_member_logprobs.detach() - rollout_member_logprobs).exp())
+        pair_ratio = (policy_member_logprobs.detach() - rollout_member_logprobs).exp()
+        # What the sampler never draws weighs nothing, however large its ratio; 0 * inf must not be formed.
+        pair_weights = torch.where(pair_weights > 0, pair_weights * weight(pair_ratio), 0.0)
     pairs = torch.where(keep[support.row_index], pair_weights * policy_member_logprobs, 0.0)
     expected = torch.segment_reduce(pairs.double(), "sum", offsets=support.offsets).to(policy_logprobs.dtype)
     centred = drawn_weights * torch.where(keep, policy_logprobs, 0.0) - expected
-    losses = _finished(-torch.where(keep, advantages, 0.0) * centred, loss_mask, None, penalty)
+    losses = _finished(-_kept("advantages", advantages, loss_mask) * centred, loss_mask, None, penalty)
     count = _num_tokens(loss_mask) if denominator is None else denominator
     return _divided(losses, ratio, drawn_weights < ratio, loss_mask, count)
 
@@ -240,7 +242,7 @@ def standardize(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Te
 
 def _clipped(ratio: Tensor, advantages: Tensor, loss_mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic token losses (Schulman et al. 2017, arXiv:1707.06347), and where the clipped side was taken."""
-    advantages = torch.where(loss_mask.bool(), advantages, 0.0)
+    advantages = _kept("advantages", advantages, loss_mask)
     free, bounded = ratio * advantages, _bounded(ratio, low, high) * advantages
     return -torch.minimum(free, bounded), bounded < free
 
@@ -253,12 +255,19 @@ def _bounded(ratio: Tensor, low: float, high: float) -> Tensor:
 
 def _finished(losses: Tensor, loss_mask: Tensor, weights: Tensor | None, penalty: Tensor | None) -> Tensor:
     """Weighted, penalised, and 0 outside the loss mask."""
-    if losses.shape != loss_mask.shape:
-        raise MaskError(f"advantages must have the shape of the tokens, {list(loss_mask.shape)}; repeat one a sequence")
-    keep = loss_mask.bool()
-    losses = losses if weights is None else losses * torch.where(keep, weights, 0.0)
-    losses = losses if penalty is None else losses + penalty
-    return torch.where(keep, losses, 0.0)
+    losses = losses if weights is None else losses * _kept("weights", weights, loss_mask)
+    losses = losses if penalty is None else losses + _kept("penalty", penalty, loss_mask)
+    return torch.where(loss_mask.bool(), losses, 0.0)
+
+
+def _kept(name: str, values: Tensor, loss_mask: Tensor) -> Tensor:
+    """`values`, 0 outside the loss mask whatever is there."""
+    if values.shape != loss_mask.shape:
+        raise MaskError(
+            f"{name} must have the shape of the tokens, {list(loss_mask.shape)}, got {list(values.shape)}; repeat one "
+            "a sequence for its tokens (ReplayBatch.expand)"
+        )
+    return torch.where(loss_mask.bool(), values, 0.0)
 
 
 def _mean_of_sequence_means(

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
-from keepmask.replay.checks import GREEDY_TEMPERATURE, NEUTRAL_PARAMS, LogprobsMode, Turn, check_turns
+from keepmask.replay.checks import GREEDY_TEMPERATURE, NEUTRAL_PARAMS, LogprobsMode, Turn, check_turns, integers
 from keepmask.replay.processors import ReplayProcessor, additive_changes, check_processors
 
 __all__ = ["MissingMask", "PackedRollouts", "RolloutLike", "pack_rollouts"]
@@ -85,18 +85,17 @@ def pack_rollouts(
     pad_token_id: int,
 ) -> PackedRollouts:
     """See `ReplayBatch.pack`."""
+    _check_options(vocab_size, missing_mask, logprobs_mode, pad_to_multiple_of, pad_token_id)
     trajectories = _trajectories(rollouts, missing_mask)
     appended = _appended(appended_token_ids, len(trajectories), vocab_size)
     turns = [turn for trajectory in trajectories for turn in trajectory]
     turns = _with_loss_masks(turns, trajectories, loss_masks)
     check_processors(processors, turns)
     turns = check_turns(turns, vocab_size, logprobs_mode)
-    if pad_to_multiple_of < 1:
-        raise MaskError(f"pad_to_multiple_of={pad_to_multiple_of}: must be >= 1")
     sequences, lengths = _sequences(trajectories, appended, pad_to_multiple_of, pad_token_id)
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
     places = [starts[turn.rollout] + turn.start + np.arange(turn.num_tokens) for turn in turns]
-    versions = sorted({span.version for turn in turns for span in turn.weight_versions})
+    versions = sorted({str(span.version) for turn in turns for span in turn.weight_versions})
     row_lengths = [sum(turn.num_tokens for turn in trajectory) for trajectory in trajectories]
     return PackedRollouts(
         input_ids=_joined(sequences, np.int64),
@@ -114,6 +113,23 @@ def pack_rollouts(
         versions=tuple(versions),
         row_versions=_joined([_row_versions(turn, versions) for turn in turns], np.int64),
     )
+
+
+def _check_options(
+    vocab_size: int, missing_mask: str, logprobs_mode: str | None, pad_to_multiple_of: int, pad_token_id: int
+) -> None:
+    for name, value, legal in (
+        ("missing_mask", missing_mask, ("error", "full")),
+        ("logprobs_mode", logprobs_mode, (None, "processed_logprobs", "raw_logprobs")),
+    ):
+        if value not in legal:
+            raise MaskError(f"{name}={value!r}: must be one of {', '.join(map(str, legal))}")
+    if vocab_size < 1:
+        raise MaskError(f"vocab_size={vocab_size}: must be the width of the LM head, at least 1")
+    if pad_to_multiple_of < 1:
+        raise MaskError(f"pad_to_multiple_of={pad_to_multiple_of}: must be >= 1")
+    if not 0 <= pad_token_id < vocab_size:
+        raise MaskError(f"pad_token_id={pad_token_id}: must be in [0, {vocab_size})")
 
 
 def _trajectories(rollouts: Iterable[Any], missing_mask: MissingMask) -> list[list[Turn]]:
@@ -135,7 +151,7 @@ def _appended(token_ids: Sequence[ArrayLike] | None, num_trajectories: int, voca
         return [np.zeros(0, np.int64)] * num_trajectories
     if len(token_ids) != num_trajectories:
         raise MaskError(f"appended_token_ids: {len(token_ids)} lists for {num_trajectories} trajectories")
-    lists = [np.asarray(ids, np.int64).reshape(-1) for ids in token_ids]
+    lists = [integers(f"appended_token_ids: those of rollout {index}", ids) for index, ids in enumerate(token_ids)]
     bad = [index for index, ids in enumerate(lists) if ids.size and (ids.min() < 0 or ids.max() >= vocab_size)]
     if bad:
         raise MaskError(f"appended_token_ids: ids must be in [0, {vocab_size}); not so for rollout {bad[0]}")
@@ -158,6 +174,8 @@ def _with_loss_masks(
                 f"loss_masks: shape {list(flags.shape)} for rollout {index}, which has {total} drawn tokens; "
                 "give one value a drawn token, the turns one after the other"
             )
+        if flags.dtype.kind not in "biuf" or not np.isin(flags, (0, 1)).all():
+            raise MaskError(f"loss_masks: those of rollout {index} must be 0 or 1; weights go into the objective")
         ends = np.cumsum([turn.num_tokens for turn in trajectory])
         for turn, part in zip(trajectory, np.split(flags.astype(np.bool_), ends[:-1]), strict=True):
             masked.append(replace(turn, loss_mask=part))
@@ -216,9 +234,6 @@ def _params(turns: list[Turn]) -> dict[str, NDArray[np.float32]]:
     params = {}
     for name, neutral in NEUTRAL_PARAMS.items():
         values = [float(neutral if (value := turn.params.get(name)) is None else value) for turn in turns]
-        for turn, value in zip(turns, values, strict=True):
-            if not math.isfinite(value):
-                raise MaskError(f"{turn.name}: {name}={value} must be a finite number")
         if name == "temperature":
             values = [neutral if value < GREEDY_TEMPERATURE else value for value in values]
         if any(value != neutral for value in values):
@@ -245,7 +260,11 @@ def _bias(
 
 
 def _request_bias(turn: Turn, vocab_size: int) -> dict[int, float]:
-    bias = {int(token_id): float(value) for token_id, value in (turn.params.get("logit_bias") or {}).items()}
+    given = turn.params.get("logit_bias") or {}
+    try:
+        bias = {int(token_id): float(value) for token_id, value in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise MaskError(f"{turn.name}: logit_bias must map token ids to numbers, got {given!r:.80}") from None
     bad = [token_id for token_id in bias if not 0 <= token_id < vocab_size]
     if bad:
         raise MaskError(f"{turn.name}: logit_bias of id {bad[0]}, which is not in [0, {vocab_size})")
@@ -258,7 +277,7 @@ def _request_bias(turn: Turn, vocab_size: int) -> dict[int, float]:
 def _row_versions(turn: Turn, versions: list[str]) -> Ints:
     rows = np.full(turn.num_tokens, -1, np.int64)
     for span in turn.weight_versions:
-        rows[span.start : span.end] = versions.index(span.version)
+        rows[span.start : span.end] = versions.index(str(span.version))
     return rows
 
 

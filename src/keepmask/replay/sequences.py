@@ -35,8 +35,15 @@ def spread_to_tokens(per_sequence: Tensor, like: Tensor, cu_seqlens: Tensor | No
 
 
 def _check_packed(values: Tensor, cu_seqlens: Tensor) -> None:
-    # The last boundary is on the device; reading it would make the host wait, so shapes are all that is checked.
     if values.ndim != 1 or cu_seqlens.ndim != 1 or not cu_seqlens.numel():
         raise MaskError(
             f"packed tokens are [T] with cu_seqlens [S+1], got {list(values.shape)} with {list(cu_seqlens.shape)}"
+        )
+    # Reading boundaries off another device would make the host wait.
+    if cu_seqlens.device.type == "cpu" and (
+        cu_seqlens[0] != 0 or cu_seqlens[-1] != values.numel() or bool((cu_seqlens.diff() < 0).any())
+    ):
+        raise MaskError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {values.numel()}; it goes from {int(cu_seqlens[0])} "
+            f"to {int(cu_seqlens[-1])}"
         )
