@@ -41,7 +41,8 @@ class Cache:
 
     def attend(self, query, impl, **options):
         options = {"scale": 0.3} | options
-        return decode_attention(query, self.keys, self.values, self.tables, self.lengths, impl=impl, **options)
+        rows = torch.arange(len(self.sequences), dtype=torch.int32)
+        return decode_attention(query, self.keys, self.values, self.tables, rows, self.lengths, impl=impl, **options)
 
 
 def truth(query, sequences, *, scale=0.3, window=None, softcap=None):
@@ -73,6 +74,33 @@ def test_every_row_attends_to_its_own_sequence(impl, Hkv, groups, D, block_size)
     assert out.shape == query.shape
     assert out.dtype == torch.float32
     assert np.abs(out.double().numpy() - truth(query, cache.sequences)).max() < 5e-6
+
+
+@impls
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("Hkv", [1, 3, 40])
+def test_tokens_of_one_sequence_each_see_what_is_before_them(impl, window, Hkv):
+    cache = Cache(Hkv=Hkv)
+    rows = [0, 2, 2, 2, 5, 5, 4, 3]
+    lengths = [1, 14, 15, 16, 1, 100, 33, 17]
+    query = torch.from_numpy(np.random.default_rng(3).normal(size=(8, 2 * Hkv, 32))).float()
+    out = decode_attention(
+        query,
+        cache.keys,
+        cache.values,
+        cache.tables,
+        torch.tensor([*rows, 0, 0], dtype=torch.int32),
+        torch.tensor([*lengths, 0, 0], dtype=torch.int32),
+        scale=0.3,
+        window=window,
+        impl=impl,
+    )
+    seen = [
+        (key[:length], value[:length])
+        for row, length in zip(rows, lengths, strict=True)
+        for key, value in [cache.sequences[row]]
+    ]
+    assert np.abs(out.double().numpy() - truth(query, seen, window=window)).max() < 5e-6
 
 
 @impls
@@ -136,7 +164,8 @@ def test_the_result_of_a_row_does_not_depend_on_the_batch_or_the_threads():
                     query[row : row + 1],
                     cache.keys,
                     cache.values,
-                    cache.tables[row : row + 1],
+                    cache.tables,
+                    torch.tensor([row], dtype=torch.int32),
                     cache.lengths[row : row + 1],
                     scale=0.3,
                 )

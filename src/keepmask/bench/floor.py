@@ -71,7 +71,7 @@ def _packed(decoder: Decoder) -> list[PackedLinear]:
     return [
         linear
         for layer in decoder._layers
-        for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down)
+        for linear in (layer.query_key_value, layer.output, layer.gate, layer.up, layer.down)
     ]
 
 

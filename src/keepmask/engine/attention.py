@@ -16,12 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from keepmask.engine.batch import ChunkSpan, ForwardBatch
 from keepmask.errors import ConfigError
-from keepmask.kernels.paged_attention import AttentionImpl, decode_attention, store_tokens
+from keepmask.kernels.paged_attention import AttentionImpl, compiled_for, decode_attention, store_tokens
 
 __all__ = ["NAME", "AttentionContext", "KVCache", "LayerCache", "attend", "register"]
 
 NAME = "keepmask"
 """The name to give transformers as attn_implementation."""
+
+_PAGED_CONTEXT = 512
 
 _REFUSED = {"s_aux": "attention sinks", "position_bias": "position bias", "head_mask": "head masks"}
 
@@ -68,6 +70,11 @@ class KVCache:
             for heads, dim in shapes
         ]
         return cls(layers, block_size)
+
+    @property
+    def paged_context(self) -> int:
+        """`ForwardBatch.build` for this cache: compiled kernels read a short context faster than it can be gathered."""
+        return _PAGED_CONTEXT if compiled_for(self.layers[0].keys, "auto") is not None else 0
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks in every layer."""
@@ -143,21 +150,23 @@ def attend(
     """
     batch, cache = context.batch, context.cache.layers[layer_idx]
     store_tokens(cache.keys, cache.values, key, value, batch.slot_blocks, batch.slot_offsets, impl=context.impl)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if single := batch.num_single:
-        out[:single] = decode_attention(
-            query[:single],
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if paged := batch.num_paged:
+        decode_attention(
+            query[:paged] if batch.spans else query,
             cache.keys,
             cache.values,
-            batch.block_tables[:single],
-            batch.context_lens[:single],
+            batch.block_tables,
+            batch.token_chunks,
+            batch.context_lens,
             scale=scale,
             window=window,
             softcap=softcap,
+            out=out[:paged] if batch.spans else out,
             impl=context.impl,
         )
-    for at, span in enumerate(batch.spans):
-        blocks = batch.block_tables[single + at, : -(-span.context_len // context.cache.block_size)]
+    for span in batch.spans:
+        blocks = batch.block_tables[span.chunk, : -(-span.context_len // context.cache.block_size)]
         keys, values = cache.gather(blocks, span.context_len)
         rows = slice(span.start, span.stop)
         out[rows] = _attend_span(query[rows], keys, values, span, scale=scale, window=window, softcap=softcap)

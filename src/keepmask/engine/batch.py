@@ -16,8 +16,9 @@ __all__ = ["ChunkSpan", "ForwardBatch"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """A chunk of several tokens: rows [start, stop) of the flat batch, the last `stop - start` of its context."""
+    """A long chunk: rows [start, stop) of the flat batch, the last `stop - start` of its context."""
 
+    chunk: int
     start: int
     stop: int
     context_len: int
@@ -26,7 +27,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """T tokens of S chunks, those of a single token first, on the model's device.
+    """T tokens of S chunks, on the model's device: those first whose tokens attend one by one, then whole long chunks.
 
     Keys and values of token t go to slot `slot_offsets[t]` of block `slot_blocks[t]`.
     """
@@ -41,28 +42,39 @@ class ForwardBatch:
     """[T] int64"""
     slot_offsets: Tensor
     """[T] int64"""
-    num_single: int
-    """The first rows: chunks of one token, most of them decoding."""
     block_tables: Tensor
-    """[S, max blocks] int32, padded with 0"""
+    """[S, max blocks] int32, padded with 0: the blocks of each chunk's sequence"""
+    token_chunks: Tensor
+    """[T] int32"""
     context_lens: Tensor
-    """[S] int32: tokens that the chunk's last token sees"""
+    """[T] int32: tokens that the token sees, itself included"""
+    num_paged: int
+    """Tokens that attend one by one, straight to the blocks of the cache."""
     spans: list[ChunkSpan]
-    """Chunks of several tokens, which follow the single ones: span i is row num_single + i of block_tables."""
+    """The other chunks, which follow."""
     draw_rows: Tensor
     """[B] int64: the flat rows whose logits are drawn from."""
     drawing: list[int]
     """[B] the chunk of each draw row."""
 
     @classmethod
-    def build(cls, chunks: Sequence[ScheduledChunk], *, block_size: int, device: torch.device) -> ForwardBatch:
-        """Lay the chunks out."""
-        ordered = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+    def build(
+        cls, chunks: Sequence[ScheduledChunk], *, block_size: int, device: torch.device, paged_context: int = 0
+    ) -> ForwardBatch:
+        """Lay the chunks out.
+
+        paged_context: longest context of a chunk of several tokens that attend one by one, as single ones always do.
+        """
+
+        def is_span(chunk: ScheduledChunk) -> bool:
+            return chunk.num_tokens > 1 and chunk.completion.num_computed + chunk.num_tokens > paged_context
+
+        ordered = sorted(chunks, key=is_span)
         counts = np.array([chunk.num_tokens for chunk in ordered], np.int64)
         starts = np.array([chunk.completion.num_computed for chunk in ordered], np.int64)
         ends = np.cumsum(counts)
         begins = ends - counts
-        num_single = int((counts == 1).sum())
+        num_paged_chunks = sum(not is_span(chunk) for chunk in ordered)
 
         input_ids = [
             token_id
@@ -75,11 +87,12 @@ class ForwardBatch:
         tables = np.zeros((len(ordered), max(len(chunk.completion.blocks) for chunk in ordered)), np.int32)
         for row, chunk in zip(tables, ordered, strict=True):
             row[: len(chunk.completion.blocks)] = chunk.completion.blocks
-        slot_blocks = tables[np.repeat(np.arange(len(ordered)), counts), positions // block_size]
+        token_chunks = np.repeat(np.arange(len(ordered)), counts)
+        slot_blocks = tables[token_chunks, positions // block_size]
         drawing = [at for at, chunk in enumerate(ordered) if chunk.draws]
         spans = [
-            ChunkSpan(int(begins[at]), int(ends[at]), int(starts[at] + counts[at]))
-            for at in range(num_single, len(ordered))
+            ChunkSpan(at, int(begins[at]), int(ends[at]), int(starts[at] + counts[at]))
+            for at in range(num_paged_chunks, len(ordered))
         ]
 
         def put(values: object, dtype: torch.dtype) -> Tensor:
@@ -91,9 +104,10 @@ class ForwardBatch:
             positions=put(positions, torch.int64),
             slot_blocks=put(slot_blocks, torch.int64),
             slot_offsets=put(positions % block_size, torch.int64),
-            num_single=num_single,
             block_tables=put(tables, torch.int32),
-            context_lens=put(starts + counts, torch.int32),
+            token_chunks=put(token_chunks, torch.int32),
+            context_lens=put(positions + 1, torch.int32),
+            num_paged=int(ends[num_paged_chunks - 1]) if num_paged_chunks else 0,
             spans=spans,
             draw_rows=put(ends[drawing] - 1, torch.int64),
             drawing=drawing,

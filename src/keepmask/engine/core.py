@@ -229,7 +229,7 @@ class Engine:
         if not plan.chunks:
             return []
         self._num_steps += 1
-        batch = ForwardBatch.build(plan.chunks, block_size=self._pool.block_size, device=self.runner.device)
+        batch = self.runner.lay_out(plan.chunks)
         hidden = self.runner.forward(batch, plan.copies)
         self._score_prompts(batch, hidden)
         if not batch.drawing:

@@ -1,8 +1,7 @@
 """`Decoder`: the forward of Llama-like models in few operations, on the weights of the transformers model.
 
-One matrix product for queries, keys and values, one for gate and up; norms, rotation and activation each in one pass.
-The numbers are those of the model's own code: products are merged along their outputs, and values are rounded where
-that code rounds them.
+One matrix product for queries, keys and values; norms, rotation and activation each in one pass. The numbers are those
+of the model's own code: products are merged along their outputs, and values are rounded where that code rounds them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepmask.engine.attention import AttentionContext, attend
-from keepmask.kernels.decoder_ops import add_rms_norm, head_rms_norm, rms_norm, rotate, silu_mul
+from keepmask.kernels.decoder_ops import fastest
 from keepmask.kernels.packed_linear import PackedLinear
 
 __all__ = ["Decoder"]
@@ -50,20 +49,21 @@ class _Layer:
     key_norm: _Norm | None
     output: PackedLinear
     mlp_norm: _Norm
-    gate_up: PackedLinear
+    gate: PackedLinear
+    up: PackedLinear
     down: PackedLinear
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: Any) -> Tensor:
         """The attention's output [T, E] from its normed input [T, E]."""
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         merged = self.query_key_value(x).view(x.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = torch.split(merged, [heads, kv_heads, kv_heads], 1)
+        q, k, v = merged.split_with_sizes([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
-            head_rms_norm(q, self.query_norm.weight, self.query_norm.eps)
-            head_rms_norm(k, self.key_norm.weight, self.key_norm.eps)
-        rotate(merged[:, : heads + kv_heads], cos, sin)
+            ops.head_rms_norm(q, self.query_norm.weight, self.query_norm.eps)
+            ops.head_rms_norm(k, self.key_norm.weight, self.key_norm.eps)
+        ops.rotate(merged[:, : heads + kv_heads], cos, sin)
         out = attend(self.index, q, k, v, context, scale=self.scale, window=self.window)
-        return self.output(out.flatten(1))
+        return self.output(out.view(x.shape[0], heads * dim))
 
 
 class Decoder:
@@ -73,6 +73,9 @@ class Decoder:
         self._base = model.base_model
         self._layers = layers
         self._norm = _Norm.of(self._base.norm)
+        first, parameter = layers[0], model.get_input_embeddings().weight
+        widths = (parameter.shape[1], first.head_dim, first.gate.weight.shape[0])
+        self._ops = fastest(parameter.device, parameter.dtype, *widths)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Decoder | None:
@@ -91,24 +94,27 @@ class Decoder:
         """Hidden states [T, E] of tokens [T] at positions [T]."""
         x = self._base.embed_tokens(input_ids)
         cos, sin = (part[0].contiguous() for part in self._base.rotary_emb(x[None], positions[None]))
-        update: Tensor | None = None
+        ops, update = self._ops, None
         for layer in self._layers:
-            y = _next(x, update, layer.attention_norm)
-            y = add_rms_norm(x, layer.attend(y, cos, sin, context), layer.mlp_norm.weight, layer.mlp_norm.eps)
-            update = layer.down(silu_mul(layer.gate_up(y)))
-        return _next(x, update, self._norm)
+            y = self._normed(x, update, layer.attention_norm)
+            y = self._normed(x, layer.attend(y, cos, sin, context, ops), layer.mlp_norm)
+            update = layer.down(ops.silu_mul(layer.gate(y), layer.up(y)))
+        return self._normed(x, update, self._norm)
 
     def refresh(self) -> None:
         """Follow a change of the model's weights."""
         for layer in self._layers:
-            for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down):
+            for linear in (layer.query_key_value, layer.output, layer.gate, layer.up, layer.down):
                 linear.refresh()
 
-
-def _next(x: Tensor, update: Tensor | None, norm: _Norm) -> Tensor:
-    if update is None:
-        return rms_norm(x, norm.weight, norm.eps)
-    return add_rms_norm(x, update, norm.weight, norm.eps)
+    def _normed(self, x: Tensor, update: Tensor | None, norm: _Norm) -> Tensor:
+        """x after the update, in place, and then normed."""
+        normed: Tensor = (
+            self._ops.rms_norm(x, norm.weight, norm.eps)
+            if update is None
+            else self._ops.add_rms_norm(x, update, norm.weight, norm.eps)
+        )
+        return normed
 
 
 def _is_usual(module: Any) -> bool:
@@ -142,11 +148,16 @@ def _layer(settings: Any, module: Any) -> _Layer:
         query_key_value=_merged(attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=query_norm,
         key_norm=key_norm,
-        output=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
+        output=_linear(attention.o_proj),
         mlp_norm=_Norm.of(module.post_attention_layernorm),
-        gate_up=_merged(mlp.gate_proj, mlp.up_proj),
-        down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
     )
+
+
+def _linear(linear: nn.Linear) -> PackedLinear:
+    return PackedLinear(linear.weight, linear.bias)
 
 
 def _merged(*linears: nn.Linear) -> PackedLinear:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from keepmask.engine import attention
-from keepmask.engine.batch import ForwardBatch
 from keepmask.engine.request import Completion, Request
 from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import ScheduledChunk
@@ -62,7 +61,7 @@ def _paged_logits(runner: ModelRunner, token_ids: list[int]) -> Tensor:
     for size in _CHUNKS:
         if num_tokens := min(size, completion.num_pending):
             chunks = [ScheduledChunk(completion, num_tokens)]
-            batch = ForwardBatch.build(chunks, block_size=block_size, device=runner.device)
+            batch = runner.lay_out(chunks)
             head = runner.head(runner.forward(batch, []))
             logits.append(head.float32(torch.arange(num_tokens, device=runner.device)))
             completion.num_computed += num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from keepmask.engine.attention import AttentionContext, KVCache
 from keepmask.engine.batch import ForwardBatch
 from keepmask.engine.decoder import Decoder
 from keepmask.engine.loading import device_of, dtype_of, load_model
-from keepmask.engine.scheduler import BlockCopy
+from keepmask.engine.scheduler import BlockCopy, ScheduledChunk
 from keepmask.errors import ConfigError
 from keepmask.kernels.packed_linear import PackedLinear
 from keepmask.kernels.replay_pairs import numba_can_read, pair_logits
@@ -125,6 +126,13 @@ class ModelRunner:
         )
         self.num_blocks = num_blocks
         self.kv_cache_bytes = num_blocks * block_bytes
+
+    def lay_out(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        """The batch of one forward over these chunks."""
+        cache = self.cache
+        return ForwardBatch.build(
+            chunks, block_size=cache.block_size, device=self.device, paged_context=cache.paged_context
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, copies: list[BlockCopy]) -> Tensor:

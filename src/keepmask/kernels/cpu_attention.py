@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from keepmask.kernels import cpu_team
+from keepmask.kernels.cpu_team import Kernel
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, pointer, scratch, statement
 
 __all__ = ["BLOCK_SIZE", "decode", "store", "supports"]
@@ -25,6 +25,9 @@ __all__ = ["BLOCK_SIZE", "decode", "store", "supports"]
 BLOCK_SIZE = LANES
 """Tokens in a block: the lanes of one vector of float32."""
 
+_AHEAD = 2  # blocks of a head that are being fetched while one is used
+_ITEMS_A_THREAD = 4
+_STATE_FLOATS = 4096  # of the heads of an item: a third of a core's first cache
 _MAX_ACCUMULATORS = 16  # vectors of output held in registers at once; AVX-512 has 32 registers
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -42,30 +45,22 @@ def supports(keys: Tensor) -> bool:
 
 
 def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-    """keys[blocks[t], :, :, offsets[t]] = new_keys[t], and values[blocks[t], :, offsets[t]] = new_values[t].
-
-    keys: [num_blocks, Hkv, D, 16]. values: [num_blocks, Hkv, 16, D]. new_keys, new_values: [T, Hkv, D].
-    blocks, offsets: [T] int64.
-    """
+    """`kernels.paged_attention.store_tokens` for what `supports` admits."""
     new_keys, new_values = _rows(new_keys), _rows(new_values)
     T, H, D = new_keys.shape
-    arguments = np.array(
-        [
-            0,
-            T,
-            H,
-            keys.data_ptr(),
-            values.data_ptr(),
-            new_keys.data_ptr(),
-            new_values.data_ptr(),
-            new_keys.stride(0),
-            new_values.stride(0),
-            blocks.data_ptr(),
-            offsets.data_ptr(),
-        ],
-        np.int64,
+    _store_kernel(D, keys.element_size())(
+        T,
+        T,
+        H,
+        keys.data_ptr(),
+        values.data_ptr(),
+        new_keys.data_ptr(),
+        new_values.data_ptr(),
+        new_keys.stride(0),
+        new_values.stride(0),
+        blocks.data_ptr(),
+        offsets.data_ptr(),
     )
-    cpu_team.run(_store_kernel(D, keys.element_size()), arguments.ctypes.data, T)
 
 
 def decode(
@@ -73,39 +68,50 @@ def decode(
     keys: Tensor,
     values: Tensor,
     block_tables: Tensor,
+    rows: Tensor,
     context_lens: Tensor,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> Tensor:
+    out: Tensor,
+) -> None:
     """`kernels.paged_attention.decode_attention` for what `supports` admits."""
     query = _rows(query)
-    S, Hq, D = query.shape
+    T, Hq, D = query.shape
     H = keys.shape[1]
-    out = torch.empty(S, Hq, D, dtype=query.dtype)
-    arguments = np.array(
-        [
-            0,
-            S,
-            H,
-            block_tables.stride(0),
-            query.data_ptr(),
-            query.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            block_tables.data_ptr(),
-            context_lens.data_ptr(),
-            out.data_ptr(),
-            window or 0,
-            np.float32(scale).view(np.int32),
-            np.float32(softcap or 0).view(np.int32),
-        ],
-        np.int64,
+    kernel, most = _decode_kernel(D, Hq // H, _type_name(keys.dtype), softcap is not None)
+    heads = _heads_an_item(H, most, T, torch.get_num_threads())
+    kernel(
+        T * (H // heads),
+        T,
+        H,
+        heads,
+        block_tables.stride(0),
+        query.data_ptr(),
+        query.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        block_tables.data_ptr(),
+        rows.data_ptr(),
+        context_lens.data_ptr(),
+        out.data_ptr(),
+        window or 0,
+        _bits(scale),
+        _bits(softcap or 0.0),
     )
-    kernel = _decode_kernel(D, Hq // H, _type_name(keys.dtype), softcap is not None)
-    cpu_team.run(kernel, arguments.ctypes.data, S * H)
-    return out
+
+
+@cache
+def _heads_an_item(num_heads: int, most: int, num_rows: int, num_threads: int) -> int:
+    """Heads of keys and values that a thread takes at a time: many, which lie together, if enough items are left."""
+    fitting = [n for n in range(1, min(most, num_heads) + 1) if num_heads % n == 0]
+    return max((n for n in fitting if num_rows * (num_heads // n) >= _ITEMS_A_THREAD * num_threads), default=1)
+
+
+@cache
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -117,12 +123,9 @@ def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_kept: list[Any] = []  # compiled functions, which live as long as the process
-
-
 @cache
-def _store_kernel(dim: int, itemsize: int) -> int:
-    """Address of the compiled `store` for rows of this width and item size."""
+def _store_kernel(dim: int, itemsize: int) -> Kernel:
+    """The compiled `store` for rows of this width and item size."""
     D, item = dim, {2: np.uint16, 4: np.uint32}[itemsize]
 
     @cfunc(types.void(types.voidptr), nopython=True)
@@ -144,55 +147,74 @@ def _store_kernel(dim: int, itemsize: int) -> int:
                     k[d, offset] = new_keys[t * a[7] + h * D + d]
                     v[offset, d] = new_values[t * a[8] + h * D + d]
 
-    _kept.append(kernel)
-    return int(kernel.address)
+    return Kernel(kernel, 10)
 
 
 @cache
-def _decode_kernel(dim: int, groups: int, dtype: str, capped: bool) -> int:
-    """Address of the compiled `decode`. groups: query heads that read one head of keys and values."""
+def _decode_kernel(dim: int, groups: int, dtype: str, capped: bool) -> tuple[Kernel, int]:
+    """The compiled `decode`, and how many heads of keys and values an item of work may take.
+
+    groups: query heads that read one head of keys and values.
+    """
     D, G = dim, groups
     part = max(g for g in range(1, G + 1) if G % g == 0 and (g == 1 or g * D <= _MAX_ACCUMULATORS * BLOCK_SIZE))
-    itemsize = 4 if dtype == "float32" else 2
+    parts, itemsize = G // part, 4 if dtype == "float32" else 2
     load_query, attend_block, finish = (
         _load_query(D, part, dtype),
         _attend_block(D, part, dtype, capped),
         _finish(D, part, dtype),
     )
-    block_bytes = D * BLOCK_SIZE * itemsize
-    row_state = scratch(part * (2 * BLOCK_SIZE + 2 * D))  # running maximum, running sum, query, output
+    block_bytes, part_bytes = D * BLOCK_SIZE * itemsize, part * D * itemsize
+    part_state = part * (2 * BLOCK_SIZE + 2 * D)  # running maximum, running sum, query, output
+    most = max(1, _STATE_FLOATS // (parts * part_state))
+    item_state, state_bytes = scratch(most * parts * part_state), 4 * part_state
 
     @cfunc(types.void(types.voidptr), nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (14,), np.int64)
-        S, H, width, window = a[1], a[2], a[3], a[11]
-        tables = carray(pointer(a[8]), (S * width,), np.int32)
-        lens = carray(pointer(a[9]), (S,), np.int32)
-        state = row_state()
-        while True:
-            w = next_item(data)
-            if w >= S * H:
-                break
-            s, h = w // H, w % H
-            stop = np.int64(lens[s])
+        a = carray(data, (16,), np.int64)
+        T, H, heads, width, window = a[1], a[2], a[3], a[4], a[13]
+        rows, lens = carray(pointer(a[10]), (T,), np.int32), carray(pointer(a[11]), (T,), np.int32)
+        state = item_state()
+        items = T * (H // heads)
+        item = next_item(data)
+        while item < items:
+            after = next_item(data)  # taken early, so that its first blocks are fetched while this one's last are used
+            t, h0 = item // (H // heads), item % (H // heads) * heads
+            later = after if after < items else item
+            t2, h2 = later // (H // heads), later % (H // heads) * heads
+            table = carray(pointer(a[9] + rows[t] * width * 4), (width,), np.int32)
+            table2 = carray(pointer(a[9] + rows[t2] * width * 4), (width,), np.int32)
+            stop = np.int64(lens[t])
             start = max(0, stop - window) if window > 0 else 0
             first, last = start // BLOCK_SIZE, (stop - 1) // BLOCK_SIZE
-            for p in range(G // part):
-                head = h * G + p * part
-                load_query((state, a[4] + (s * a[5] + head * D) * itemsize, a[12]))
-                for b in range(first, last + 1):
-                    at = (tables[s * width + b] * H + h) * block_bytes
-                    ahead = (tables[s * width + min(b + 2, last)] * H + h) * block_bytes
-                    low, high = max(start - b * BLOCK_SIZE, 0), min(stop - b * BLOCK_SIZE, BLOCK_SIZE)
-                    attend_block((state, a[6] + at, a[7] + at, low, high, a[6] + ahead, a[7] + ahead, a[13]))
-                finish((state, a[10] + (s * H * G + head) * D * itemsize))
+            first2 = (max(0, lens[t2] - window) if window > 0 else 0) // BLOCK_SIZE
+            last2 = (np.int64(lens[t2]) - 1) // BLOCK_SIZE
+            query = a[5] + (t * a[6] + h0 * G * D) * itemsize
+            for p in range(heads * parts):
+                load_query((state + p * state_bytes, query + p * part_bytes, a[14]))
+            for b in range(first, last + 1):
+                low, high = max(start - b * BLOCK_SIZE, 0), min(stop - b * BLOCK_SIZE, BLOCK_SIZE)
+                for h in range(heads):
+                    at = (table[b] * H + h0 + h) * block_bytes
+                    coming = h + _AHEAD
+                    b3, h3 = b + coming // heads, coming % heads
+                    if b3 <= last:
+                        ahead = (table[b3] * H + h0 + h3) * block_bytes
+                    else:
+                        ahead = (table2[min(first2 + b3 - last - 1, last2)] * H + h2 + h3) * block_bytes
+                    for p in range(h * parts, (h + 1) * parts):
+                        mine = state + p * state_bytes
+                        attend_block((mine, a[7] + at, a[8] + at, low, high, a[7] + ahead, a[8] + ahead, a[15]))
+            out = a[12] + (t * H + h0) * G * D * itemsize
+            for p in range(heads * parts):
+                finish((state + p * state_bytes, out + p * part_bytes))
+            item = after
 
-    _kept.append(kernel)
-    return int(kernel.address)
+    return Kernel(kernel, 15), most
 
 
-# The state of one row: [part, 16] running maximum in every lane, [part, 16] running sum by lane, [part, D] query times
-# scale, [part, D] output so far.
+# The state of the query heads of a part: [part, 16] running maximum in every lane, [part, 16] running sum by lane,
+# [part, D] query times scale, [part, D] output so far.
 
 
 def _load_query(D: int, part: int, dtype: str) -> Any:

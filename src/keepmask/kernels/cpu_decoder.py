@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from keepmask.kernels import cpu_team
+from keepmask.kernels.cpu_team import Kernel
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, scratch, statement
 
 __all__ = ["add_rms_norm", "head_rms_norm", "rms_norm", "rotate", "silu_mul", "supports"]
@@ -23,88 +23,65 @@ _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _VOID = types.void(types.voidptr)
 
 
-def supports(x: Tensor) -> bool:
-    """Whether rows of this width, type and device can be served."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and x.shape[-1] % (2 * LANES) == 0
-        and x.stride(-1) == 1
-    )
+def supports(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether rows of these widths on the CPU can be served."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(width % (2 * LANES) == 0 for width in widths)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`decoder_ops.rms_norm`."""
-    return _normed(x, None, weight, eps)
+    T, E = x.shape
+    out = torch.empty(T, E, dtype=x.dtype)
+    kernel = _norm_kernel(E, x.dtype, adds=False)
+    kernel(T, T, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), E, E, 1, _bits(eps))
+    return out
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`decoder_ops.add_rms_norm`."""
-    return _normed(x, update.contiguous(), weight, eps)
+    T, E = x.shape
+    out = torch.empty(T, E, dtype=x.dtype)
+    kernel = _norm_kernel(E, x.dtype, adds=True)
+    kernel(T, T, x.data_ptr(), update.data_ptr(), weight.data_ptr(), out.data_ptr(), E, E, 1, _bits(eps))
+    return out
 
 
 def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     """`decoder_ops.head_rms_norm`."""
     T, H, D = x.shape
-    _launch(_norm_kernel(D, _name(x), adds=False), T, x, None, weight, x, x.stride(0), x.stride(0), H, eps)
+    at, stride = x.data_ptr(), x.stride(0)
+    _norm_kernel(D, x.dtype, adds=False)(T, T, at, 0, weight.data_ptr(), at, stride, stride, H, _bits(eps))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """`decoder_ops.rotate`."""
     T, H, D = x.shape
-    _launch(_rotate_kernel(D, _name(x)), T, x, cos, sin, None, x.stride(0), 0, H)
+    _rotate_kernel(D, x.dtype)(T, T, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.stride(0), H)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`decoder_ops.silu_mul`."""
-    T, width = gate_up.shape
-    out = torch.empty(T, width // 2, dtype=gate_up.dtype)
-    _launch(_silu_kernel(width // 2, _name(gate_up)), T, gate_up, None, None, out, gate_up.stride(0), 0, 1)
+    T, width = gate.shape
+    out = torch.empty(T, width, dtype=gate.dtype)
+    _silu_kernel(width, gate.dtype)(T, T, gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
-
-
-def _normed(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
-    kernel = _norm_kernel(x.shape[1], _name(x), adds=update is not None)
-    _launch(kernel, x.shape[0], x, update, weight, out, x.stride(0), x.shape[1], 1, eps)
-    return out
-
-
-def _launch(
-    kernel: Any,
-    num_rows: int,
-    x: Tensor,
-    second: Tensor | None,
-    third: Tensor | None,
-    out: Tensor | None,
-    x_stride: int,
-    out_stride: int,
-    num_heads: int,
-    eps: float = 0.0,
-) -> None:
-    """Run a kernel over the rows."""
-    tensors = [0 if tensor is None else tensor.data_ptr() for tensor in (x, second, third, out)]
-    data = np.array([0, num_rows, *tensors, x_stride, out_stride, num_heads, np.float32(eps).view(np.int32)], np.int64)
-    cpu_team.run(kernel.address, data.ctypes.data, num_rows)
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _size(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
 
 
 @cache
-def _norm_kernel(width: int, dtype: str, *, adds: bool) -> Any:
-    itemsize, total = _size(dtype), scratch(LANES)
-    clear, accumulate, invert, scale = (
-        _clear(dtype),
-        _accumulate(dtype, adds=adds),
-        _invert(width, dtype),
-        _scale(dtype),
-    )
+def _bits(eps: float) -> int:
+    return int(np.float32(eps).view(np.int32))
+
+
+def _names(dtype: torch.dtype) -> tuple[str, int]:
+    """The type's name, and the bytes of an item."""
+    return str(dtype).removeprefix("torch."), dtype.itemsize
+
+
+@cache
+def _norm_kernel(width: int, dtype: torch.dtype, *, adds: bool) -> Kernel:
+    name, itemsize = _names(dtype)
+    total, clear, accumulate = scratch(LANES), _clear(name), _accumulate(name, adds=adds)
+    invert, scale = _invert(width, name), _scale(name)
 
     @cfunc(_VOID, nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -125,7 +102,7 @@ def _norm_kernel(width: int, dtype: str, *, adds: bool) -> Any:
                 for at in range(0, width * itemsize, LANES * itemsize):
                     scale((sums, x + at, a[4] + at, out + at))
 
-    return kernel
+    return Kernel(kernel, 9)
 
 
 def _clear(dtype: str) -> Any:
@@ -176,22 +153,23 @@ def _scale(dtype: str) -> Any:
 
 
 @cache
-def _rotate_kernel(width: int, dtype: str) -> Any:
-    itemsize, turn = _size(dtype), _turn(width // 2, dtype)
+def _rotate_kernel(width: int, dtype: torch.dtype) -> Kernel:
+    name, itemsize = _names(dtype)
+    turn = _turn(width // 2, name)
 
     @cfunc(_VOID, nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (10,), np.int64)
+        a = carray(data, (7,), np.int64)
         while True:
             t = next_item(data)
             if t >= a[1]:
                 break
-            for h in range(a[8]):
-                x = a[2] + (t * a[6] + h * width) * itemsize
+            for h in range(a[6]):
+                x = a[2] + (t * a[5] + h * width) * itemsize
                 for at in range(0, width // 2 * itemsize, LANES * itemsize):
                     turn((x + at, a[3] + t * width * itemsize + at, a[4] + t * width * itemsize + at))
 
-    return kernel
+    return Kernel(kernel, 6)
 
 
 def _turn(half: int, dtype: str) -> Any:
@@ -210,30 +188,30 @@ def _turn(half: int, dtype: str) -> Any:
 
 
 @cache
-def _silu_kernel(width: int, dtype: str) -> Any:
-    itemsize, activate = _size(dtype), _activate(width, dtype)
+def _silu_kernel(width: int, dtype: torch.dtype) -> Kernel:
+    name, itemsize = _names(dtype)
+    activate = _activate(name)
 
     @cfunc(_VOID, nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (10,), np.int64)
+        a = carray(data, (5,), np.int64)
         while True:
             t = next_item(data)
             if t >= a[1]:
                 break
-            for at in range(0, width * itemsize, LANES * itemsize):
-                activate((a[2] + t * a[6] * itemsize + at, a[5] + t * width * itemsize + at))
+            for at in range(t * width * itemsize, (t + 1) * width * itemsize, LANES * itemsize):
+                activate((a[2] + at, a[3] + at, a[4] + at))
 
-    return kernel
+    return Kernel(kernel, 4)
 
 
-def _activate(width: int, dtype: str) -> Any:
-    """silu of 16 gates times their ups, which lie `width` further on."""
+def _activate(dtype: str) -> Any:
+    """silu of 16 gates times their ups."""
 
     def emit(b: Any, args: list[Any]) -> None:
         v = Vectors(b, dtype)
-        gate_up, out = (v.pointer(arg, v.item) for arg in args)
-        gate, up = v.load_items(gate_up, 0), v.load_items(gate_up, width)
+        gate, up = (v.load_items(v.pointer(arg, v.item), 0) for arg in args[:2])
         silu = b.fdiv(gate, b.fadd(v.real(1.0), v.exp(b.fneg(gate))))
-        v.store_items(b.fmul(v.rounded(silu), up), out, 0)
+        v.store_items(b.fmul(v.rounded(silu), up), v.pointer(args[2], v.item), 0)
 
     return statement(emit)

@@ -1,4 +1,4 @@
-"""Run a compiled function on the OpenMP threads that torch already has.
+"""Run compiled functions on the OpenMP threads that torch already has.
 
 A second thread pool beside torch's would fight it for the cores: torch's threads spin for a while after each operation.
 So work is handed to the very team torch uses, through the `GOMP_parallel` entry point of the GNU OpenMP runtime that
@@ -11,10 +11,33 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["address", "run"]
+__all__ = ["Kernel", "address"]
+
+
+class Kernel:
+    """A function compiled by `numba.cfunc` as `void function(int64 *arguments)`, run on the threads of the team.
+
+    arguments[0] is a counter, 0 at first, from which every thread takes its pieces of the work by atomic additions:
+    it does not matter how many threads come.
+    """
+
+    __slots__ = ("_address", "_array", "_function")
+
+    def __init__(self, function: Any, num_arguments: int) -> None:
+        self._function = function  # owns the code
+        self._address: int = function.address
+        self._array = ctypes.c_int64 * (1 + num_arguments)
+
+    def __call__(self, num_items: int, *arguments: int) -> None:
+        """Run it with these arguments after the counter, and wait. The GIL is released meanwhile.
+
+        num_items: pieces of work; no more threads than that are asked for.
+        """
+        _team()(self._address, self._array(0, *arguments), min(num_items, torch.get_num_threads()))
 
 
 def address() -> int:
@@ -23,17 +46,8 @@ def address() -> int:
     return 0 if library is None else ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
 
 
-def run(function: int, data: int, num_items: int) -> None:
-    """Call `void function(void *data)` at these addresses once on each of torch's threads, and wait for all.
-
-    The function takes its share of the num_items pieces of work from a counter in `data` by atomic additions, so it
-    does not matter how many threads come. The GIL is released meanwhile.
-    """
-    _team()(function, data, min(num_items, torch.get_num_threads()))
-
-
 @cache
-def _team() -> Callable[[int, int, int], None]:
+def _team() -> Callable[[int, Any, int], None]:
     if (library := _library()) is not None:
         parallel = library.GOMP_parallel
         parallel.restype = None

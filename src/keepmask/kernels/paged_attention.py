@@ -1,4 +1,4 @@
-"""Keys and values in blocks: storing those of new tokens, and attention of one query a sequence.
+"""Keys and values in blocks: storing those of new tokens, and attention of single queries to their sequences.
 
 The functions here define the operations; `cpu_attention` computes the same on CPUs where numba is installed.
 """
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionImpl", "decode_attention", "store_tokens"]
+__all__ = ["AttentionImpl", "compiled_for", "decode_attention", "store_tokens"]
 
 AttentionImpl = Literal["auto", "reference"]
 
@@ -24,30 +24,55 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     block_tables: Tensor,
+    rows: Tensor,
     context_lens: Tensor,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    out: Tensor | None = None,
     impl: AttentionImpl = "auto",
 ) -> Tensor:
-    """softmax(softcap(q · kᵀ · scale)) · v for each row over the last `window` tokens of its context, in float32.
+    """softmax(softcap(q · kᵀ · scale)) · v for each token over the last `window` tokens of its context, in float32.
 
-    query: [S, Hq, D]. keys: [num_blocks, Hkv, D, block_size]. values: [num_blocks, Hkv, block_size, D].
-    block_tables: [S, blocks] int32. context_lens: [S] int32, the tokens of each row's context.
-    Returns [S, Hq, D] in query's dtype. Query head h reads head h // (Hq / Hkv) of keys and values.
-    softcap(x) = softcap · tanh(x / softcap), or x where softcap is None.
+    query: [T, Hq, D]. keys: [num_blocks, Hkv, D, block_size]. values: [num_blocks, Hkv, block_size, D].
+    block_tables: [S, blocks] int32. rows: [≥ T] int32, the table of each token. context_lens: [≥ T] int32, the tokens
+    that each sees. Returns `out`, [T, Hq, D] in query's dtype, new unless given. Query head h reads head
+    h // (Hq / Hkv) of keys and values. softcap(x) = softcap · tanh(x / softcap), or x where softcap is None.
     """
     D, Hkv = keys.shape[2], keys.shape[1]
     if query.shape[2] != D or query.shape[1] % Hkv or query.dtype != keys.dtype or values.shape[3] != D:
         raise ValueError(
             f"query {list(query.shape)} {query.dtype} does not fit a cache of {Hkv} heads of {D} {keys.dtype}"
         )
-    if (kernel := _compiled(keys, impl)) is not None:
-        return kernel.decode(  # type: ignore[no-any-return]
-            query, keys, values, block_tables, context_lens, scale=scale, window=window, softcap=softcap
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    if (kernel := compiled_for(keys, impl)) is not None:
+        kernel.decode(
+            query,
+            keys,
+            values,
+            block_tables,
+            rows,
+            context_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            out=out,
         )
-    return _reference(query, keys, values, block_tables, context_lens, scale=scale, window=window, softcap=softcap)
+        return out
+    T = query.shape[0]
+    return out.copy_(
+        _reference(
+            query,
+            keys,
+            values,
+            block_tables[rows[:T].long()],
+            context_lens[:T],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    )
 
 
 def store_tokens(
@@ -69,14 +94,14 @@ def store_tokens(
     for name, new in (("keys", new_keys), ("values", new_values)):
         if new.shape[1:] != slot or new.dtype != keys.dtype:
             raise ValueError(f"new {name} {list(new.shape)} {new.dtype} do not fit a cache of {slot} {keys.dtype}")
-    if (kernel := _compiled(keys, impl)) is not None:
+    if (kernel := compiled_for(keys, impl)) is not None:
         kernel.store(keys, values, new_keys, new_values, blocks, offsets)
         return
     keys[blocks, :, :, offsets] = new_keys
     values[blocks, :, offsets] = new_values
 
 
-def _compiled(keys: Tensor, impl: AttentionImpl) -> ModuleType | None:
+def compiled_for(keys: Tensor, impl: AttentionImpl) -> ModuleType | None:
     """The module of compiled kernels, where they can serve this cache and `impl` allows them."""
     kernel = None if impl == "reference" else _module()
     return kernel if kernel is not None and kernel.supports(keys) else None
