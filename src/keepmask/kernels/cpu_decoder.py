@@ -21,6 +21,7 @@ __all__ = ["add_rms_norm", "head_rms_norm", "rms_norm", "rotate", "silu_mul", "s
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _VOID = types.void(types.voidptr)
+_ITEMS = 16
 
 
 def supports(dtype: torch.dtype, *widths: int) -> bool:
@@ -33,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     T, E = x.shape
     out = torch.empty(T, E, dtype=x.dtype)
     kernel = _norm_kernel(E, x.dtype, adds=False)
-    kernel(T, T, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), E, E, 1, _bits(eps))
+    _run(kernel, T, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), E, E, 1, _bits(eps))
     return out
 
 
@@ -42,7 +43,7 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tenso
     T, E = x.shape
     out = torch.empty(T, E, dtype=x.dtype)
     kernel = _norm_kernel(E, x.dtype, adds=True)
-    kernel(T, T, x.data_ptr(), update.data_ptr(), weight.data_ptr(), out.data_ptr(), E, E, 1, _bits(eps))
+    _run(kernel, T, x.data_ptr(), update.data_ptr(), weight.data_ptr(), out.data_ptr(), E, E, 1, _bits(eps))
     return out
 
 
@@ -50,21 +51,28 @@ def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     """`decoder_ops.head_rms_norm`."""
     T, H, D = x.shape
     at, stride = x.data_ptr(), x.stride(0)
-    _norm_kernel(D, x.dtype, adds=False)(T, T, at, 0, weight.data_ptr(), at, stride, stride, H, _bits(eps))
+    kernel = _norm_kernel(D, x.dtype, adds=False)
+    _run(kernel, T, at, 0, weight.data_ptr(), at, stride, stride, H, _bits(eps))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """`decoder_ops.rotate`."""
     T, H, D = x.shape
-    _rotate_kernel(D, x.dtype)(T, T, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.stride(0), H)
+    _run(_rotate_kernel(D, x.dtype), T, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.stride(0), H)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`decoder_ops.silu_mul`."""
     T, width = gate.shape
     out = torch.empty(T, width, dtype=gate.dtype)
-    _silu_kernel(width, gate.dtype)(T, T, gate.data_ptr(), up.data_ptr(), out.data_ptr())
+    _run(_silu_kernel(width, gate.dtype), T, gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
+
+
+def _run(kernel: Kernel, num_rows: int, *arguments: int) -> None:
+    """Run a kernel over rows, several an item of work where there are many."""
+    rows_an_item = num_rows // _ITEMS or 1
+    kernel(-(-num_rows // rows_an_item), num_rows, rows_an_item, *arguments)
 
 
 @cache
@@ -85,24 +93,25 @@ def _norm_kernel(width: int, dtype: torch.dtype, *, adds: bool) -> Kernel:
 
     @cfunc(_VOID, nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (10,), np.int64)
+        a = carray(data, (11,), np.int64)
         sums = total()
         while True:
-            t = next_item(data)
-            if t >= a[1]:
+            start = next_item(data) * a[2]
+            if start >= a[1]:
                 break
-            for h in range(a[8]):
-                x = a[2] + (t * a[6] + h * width) * itemsize
-                update = a[3] + t * width * itemsize
-                out = a[5] + (t * a[7] + h * width) * itemsize
-                clear((sums,))
-                for at in range(0, width * itemsize, LANES * itemsize):
-                    accumulate((sums, x + at, update + at))
-                invert((sums, a[9]))
-                for at in range(0, width * itemsize, LANES * itemsize):
-                    scale((sums, x + at, a[4] + at, out + at))
+            for t in range(start, min(start + a[2], a[1])):
+                for h in range(a[9]):
+                    x = a[3] + (t * a[7] + h * width) * itemsize
+                    update = a[4] + t * width * itemsize
+                    out = a[6] + (t * a[8] + h * width) * itemsize
+                    clear((sums,))
+                    for at in range(0, width * itemsize, LANES * itemsize):
+                        accumulate((sums, x + at, update + at))
+                    invert((sums, a[10]))
+                    for at in range(0, width * itemsize, LANES * itemsize):
+                        scale((sums, x + at, a[5] + at, out + at))
 
-    return Kernel(kernel, 9)
+    return Kernel(kernel, 10)
 
 
 def _clear(dtype: str) -> Any:
@@ -159,17 +168,18 @@ def _rotate_kernel(width: int, dtype: torch.dtype) -> Kernel:
 
     @cfunc(_VOID, nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (7,), np.int64)
+        a = carray(data, (8,), np.int64)
         while True:
-            t = next_item(data)
-            if t >= a[1]:
+            start = next_item(data) * a[2]
+            if start >= a[1]:
                 break
-            for h in range(a[6]):
-                x = a[2] + (t * a[5] + h * width) * itemsize
-                for at in range(0, width // 2 * itemsize, LANES * itemsize):
-                    turn((x + at, a[3] + t * width * itemsize + at, a[4] + t * width * itemsize + at))
+            for t in range(start, min(start + a[2], a[1])):
+                for h in range(a[7]):
+                    x = a[3] + (t * a[6] + h * width) * itemsize
+                    for at in range(0, width // 2 * itemsize, LANES * itemsize):
+                        turn((x + at, a[4] + t * width * itemsize + at, a[5] + t * width * itemsize + at))
 
-    return Kernel(kernel, 6)
+    return Kernel(kernel, 7)
 
 
 def _turn(half: int, dtype: str) -> Any:
@@ -194,15 +204,16 @@ def _silu_kernel(width: int, dtype: torch.dtype) -> Kernel:
 
     @cfunc(_VOID, nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (5,), np.int64)
+        a = carray(data, (6,), np.int64)
         while True:
-            t = next_item(data)
-            if t >= a[1]:
+            start = next_item(data) * a[2]
+            if start >= a[1]:
                 break
-            for at in range(t * width * itemsize, (t + 1) * width * itemsize, LANES * itemsize):
-                activate((a[2] + at, a[3] + at, a[4] + at))
+            stop = min(start + a[2], a[1])
+            for at in range(start * width * itemsize, stop * width * itemsize, LANES * itemsize):
+                activate((a[3] + at, a[4] + at, a[5] + at))
 
-    return Kernel(kernel, 4)
+    return Kernel(kernel, 5)
 
 
 def _activate(dtype: str) -> Any:
