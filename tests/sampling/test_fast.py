@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_rows import HalfHead, head_of, masks, open_row, sample, support
 
-from keepmask.kernels.jit import RowThreads
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
 
@@ -137,12 +136,19 @@ def test_a_logit_beyond_half_precision_is_drawn_from_its_exact_value():
         assert "NaN or +inf" in str(batch.errors[1])
 
 
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_any_number_of_threads(num_threads):
+def test_any_number_of_threads(num_threads, set_threads):
+    set_threads(num_threads)
     z = np.random.default_rng(1).normal(0, 2, (33, 70_000)).astype(np.float32)
     fields = [{"top_k": 20}, {"top_p": 0.6}, {}, {"min_p": 0.1, "logprobs": 2}]
     sampler = Sampler(masks(70_000), impl="fast")
-    sampler._fast._threads = RowThreads(num_threads)
     rows = [open_row(sampler, seed=b, **fields[b % 4]) for b in range(33)]
     batch = sample(sampler, z, rows)
     alone = [sample(sampler, z[b : b + 1], [rows[b]]).token_ids[0] for b in range(33)]

@@ -67,22 +67,23 @@ class LMHead:
         self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
         self.logits = transform(linear(hidden))
 
-    def rescore(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """[M, C] float32 logits of ids [M, C] int64 at rows [M] int64, accumulated and stored in float32."""
+    def rescore(self, rows: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        """[P] float32 logits of ids [P], accumulated and stored in float32; see `keepmask.sampling.Head`."""
         if self.logits.dtype == torch.float32:
-            return self.logits[rows[:, None], ids]
-        M, C = ids.shape
-        states, pairs = self._hidden.contiguous(), torch.arange(M, device=rows.device)
+            return self.logits[rows.repeat_interleave(offsets.diff()), ids]
+        states = self._hidden.contiguous()
+        compiled = numba_can_read(states, self._weight)
+        index = offsets if compiled else torch.arange(rows.numel()).repeat_interleave(offsets.diff())
         exact = pair_logits(
             states,
             rows,
             self._weight,
-            ids.flatten(),
-            torch.arange(M + 1, device=rows.device) * C,
-            pairs.repeat_interleave(C),
+            ids,
+            offsets,
+            index,
             max_pairs=_MAX_PAIRS,
-            impl="numba" if numba_can_read(states, self._weight) else "gather",
-        ).view(M, C)
+            impl="numba" if compiled else "gather",
+        )
         return self._transform(exact if self._bias is None else exact + self._bias[ids].float())
 
     def float32(self, rows: Tensor) -> Tensor:

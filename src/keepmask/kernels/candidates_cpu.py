@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.kernels.jit import jit, jit_reassociated
+from keepmask.kernels.numba_team import on_team
 from keepmask.kernels.rows_cpu import (
     BLOCK,
     EMPTY,
@@ -24,7 +26,7 @@ from keepmask.kernels.rows_cpu import (
     widen,
 )
 
-__all__ = ["select", "select_bfloat16"]
+__all__ = ["run_bfloat16", "run_float32", "select", "select_bfloat16"]
 
 FINER = 16
 NEGLIGIBLE = 45.0
@@ -380,3 +382,15 @@ def select_bfloat16(
             m,
             m + 1,
         )
+
+
+@jit
+def run_float32(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`select` on all rows."""
+    on_team(select, args, cuts, num_threads, team)
+
+
+@jit
+def run_bfloat16(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`select_bfloat16` on all rows."""
+    on_team(select_bfloat16, args, cuts, num_threads, team)

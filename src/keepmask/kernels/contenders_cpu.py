@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.kernels.jit import jit
+from keepmask.kernels.numba_team import on_team
 from keepmask.kernels.philox_cpu import first_words, gumbel, round_keys
 from keepmask.kernels.rows_cpu import (
     BLOCK,
@@ -23,7 +25,7 @@ from keepmask.kernels.rows_cpu import (
     widen,
 )
 
-__all__ = ["contenders", "contenders_bfloat16", "near"]
+__all__ = ["contenders", "contenders_bfloat16", "near", "run_bfloat16", "run_float32"]
 
 
 @jit
@@ -243,3 +245,15 @@ def contenders_bfloat16(
             m,
             m + 1,
         )
+
+
+@jit
+def run_float32(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`contenders` on all rows."""
+    on_team(contenders, args, cuts, num_threads, team)
+
+
+@jit
+def run_bfloat16(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`contenders_bfloat16` on all rows."""
+    on_team(contenders_bfloat16, args, cuts, num_threads, team)

@@ -8,16 +8,18 @@ a decision hangs on the last bits of a sum or a logarithm the row is `UNCERTAIN`
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.kernels.contenders_cpu import near
 from keepmask.kernels.jit import jit
+from keepmask.kernels.numba_team import on_team
 from keepmask.kernels.philox_cpu import gumbel
 from keepmask.kernels.rows_cpu import NOT_FINITE, OK, order_key, value_of_key
 
-__all__ = ["INSUFFICIENT", "PADDING", "UNCERTAIN", "decide", "encode", "settle"]
+__all__ = ["INSUFFICIENT", "PADDING", "UNCERTAIN", "decide", "encode", "run_decide", "run_encode", "settle"]
 
 UNCERTAIN, INSUFFICIENT = 4, 5
 """Status of a row: a decision is too close; candidates are missing. The others are those of `rows_cpu`."""
@@ -258,3 +260,15 @@ def settle(
                 second = score
         if status[m] == OK and best - second < near(best):
             status[m] = UNCERTAIN
+
+
+@jit
+def run_encode(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`encode` on all rows."""
+    on_team(encode, args, cuts, num_threads, team)
+
+
+@jit
+def run_decide(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`decide` on all rows."""
+    on_team(decide, args, cuts, num_threads, team)

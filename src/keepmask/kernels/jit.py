@@ -1,22 +1,21 @@
-"""Compiling CPU kernels, and running them over the rows of a batch."""
+"""Compiling CPU kernels with numba, whose machine code is kept on disk."""
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 
-__all__ = ["RowThreads", "jit", "jit_reassociated"]
+__all__ = ["jit", "jit_reassociated"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SOURCES = blake2b(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*_cpu.py")))).hexdigest()
+_FILES = [path for pattern in ("*_cpu.py", "numba_*.py") for path in sorted(Path(__file__).parent.glob(pattern))]
+SOURCES = blake2b(b"".join(path.read_bytes() for path in _FILES)).hexdigest()
 
 
 def jit(function: Function) -> Function:
@@ -51,31 +50,3 @@ def _keyed(function: Callable[..., Any]) -> Callable[..., Any]:
     keyed = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     keyed.__doc__, keyed.__module__, keyed.__qualname__ = function.__doc__, function.__module__, function.__qualname__
     return keyed
-
-
-class RowThreads:
-    """A few threads that share the rows of a batch, for kernels called as kernel(..., first_row, end_row).
-
-    Threads of its own, because a parallel region of OpenMP waits for all its threads to be scheduled, which on a busy
-    machine takes milliseconds.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = max(1, num_threads)
-        self._pool: ThreadPoolExecutor | None = None
-        self._process = -1
-
-    def run(self, kernel: Callable[..., Any], num_rows: int, work: int, *args: Any) -> None:
-        """Call the kernel on all rows. work: elements it touches in all; little work stays on this thread."""
-        parts = max(1, min(self._num_threads, num_rows, 1 + work // 2**20))
-        bounds = [num_rows * part // parts for part in range(parts + 1)]
-        pool = self._others() if parts > 1 else None
-        others = [pool.submit(kernel, *args, *bounds[part : part + 2]) for part in range(1, parts)] if pool else []
-        kernel(*args, *bounds[:2])
-        for other in others:
-            other.result()
-
-    def _others(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._process != os.getpid():  # threads do not follow into a forked process
-            self._pool, self._process = ThreadPoolExecutor(self._num_threads - 1), os.getpid()
-        return self._pool

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepmask.kernels.numba_tools import array, compiled, deal, exp, narrow, on_team, widen
+from keepmask.kernels.jit import jit_reassociated
+from keepmask.kernels.numba_team import on_team, run_pairs
+from keepmask.kernels.numba_tools import array, exp, narrow, widen
 
 __all__ = ["add_weight_gradient", "hidden_gradient", "member_logprobs", "pair_gradient", "pair_logits", "row_stats"]
 
@@ -24,7 +26,7 @@ def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, offse
     """`replay_pairs.pair_logits`."""
     out = torch.empty(ids.numel(), dtype=torch.float32)
     arrays = (array(hidden), rows.numpy(), array(weight), ids.numpy(), out.numpy())
-    deal(_pair_logits, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    run_pairs(_pair_logits, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
     return out
 
 
@@ -34,7 +36,7 @@ def hidden_gradient(out: Tensor, rows: Tensor, grad: Tensor, weight: Tensor, ids
         out.zero_()
         return
     arrays = (array(out), rows.numpy(), grad.numpy(), array(weight), ids.numpy())
-    deal(_set_rows, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    run_pairs(_set_rows, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 
 def add_weight_gradient(
@@ -44,7 +46,7 @@ def add_weight_gradient(
     kernel = _add_rows_in_place if out.dtype == torch.float32 else _add_rows
     tensors = (ids, grad, order)
     arrays = (array(out), *(t.numpy() for t in tensors), array(hidden), rows.numpy(), index.numpy())
-    deal(kernel, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    run_pairs(kernel, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 
 def row_stats(z: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -52,7 +54,7 @@ def row_stats(z: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Te
     peak, target = torch.empty(2, positions.numel())
     total, weighted = torch.empty(2, positions.numel(), dtype=torch.float64)
     arrays = tuple(t.numpy() for t in (z, positions, peak, total, weighted, target))
-    deal(_row_stats, arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    run_pairs(_row_stats, arrays, offsets=offsets, least=_LEAST_NUMBERS)
     return peak, total, weighted, target
 
 
@@ -60,7 +62,7 @@ def member_logprobs(z: Tensor, offsets: Tensor, peak: Tensor, log_total: Tensor)
     """`replay_rows.member_logprobs`."""
     out = torch.empty_like(z)
     arrays = tuple(t.numpy() for t in (z, peak, log_total, out))
-    deal(_member_logprobs, arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    run_pairs(_member_logprobs, arrays, offsets=offsets, least=_LEAST_NUMBERS)
     return out
 
 
@@ -77,14 +79,14 @@ def pair_gradient(
     weights, values = (zeros, zeros) if for_entropy is None else for_entropy
     out = torch.empty_like(logprobs)
     arrays = tuple(t.numpy() for t in (logprobs, positions, targets, weights.contiguous(), values, out))
-    deal(_pair_gradient, arrays, offsets=offsets, least=_LEAST_NUMBERS)
+    run_pairs(_pair_gradient, arrays, offsets=offsets, least=_LEAST_NUMBERS)
     return out
 
 
 # The loops over e are what is vectorised; four rows at a time keep the loads independent of each other.
 
 
-@compiled
+@jit_reassociated
 def _pair_logits_of(
     hidden: Any, rows: Any, weight: Any, ids: Any, out: Any, offsets: Any, start: int, stop: int
 ) -> None:
@@ -113,7 +115,7 @@ def _pair_logits_of(
             m += 1
 
 
-@compiled
+@jit_reassociated
 def _set_rows_of(out: Any, rows: Any, grad: Any, weight: Any, ids: Any, offsets: Any, start: int, stop: int) -> None:
     """Row rows[a] of `out` gets the sum of grad[m] * weight[ids[m]] over the pairs of a; rows in between get 0."""
     size = out.shape[1]
@@ -142,7 +144,7 @@ def _set_rows_of(out: Any, rows: Any, grad: Any, weight: Any, ids: Any, offsets:
             out[t] = 0
 
 
-@compiled
+@jit_reassociated
 def _add_products(total: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, m: int, end: int) -> None:
     """Adds grad[order[m]] * hidden[rows[index[m]]] for m up to end to `total`, float32."""
     size = total.size
@@ -160,7 +162,7 @@ def _add_products(total: Any, grad: Any, order: Any, hidden: Any, rows: Any, ind
         m += 1
 
 
-@compiled
+@jit_reassociated
 def _add_rows_of(
     out: Any, ids: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, offsets: Any, start: int, stop: int
 ) -> None:
@@ -174,7 +176,7 @@ def _add_rows_of(
             target[e] = narrow(widen(target[e]) + total[e], target[e])
 
 
-@compiled
+@jit_reassociated
 def _add_rows_in_place_of(
     out: Any, ids: Any, grad: Any, order: Any, hidden: Any, rows: Any, index: Any, offsets: Any, start: int, stop: int
 ) -> None:
@@ -186,7 +188,7 @@ def _add_rows_in_place_of(
 _NEGLIGIBLE = np.float32(-64)  # as in `replay_rows`
 
 
-@compiled
+@jit_reassociated
 def _row_stats_of(
     z: Any, positions: Any, peak: Any, total: Any, weighted: Any, target: Any, offsets: Any, start: int, stop: int
 ) -> None:
@@ -205,14 +207,14 @@ def _row_stats_of(
         target[a] = z[positions[a]] if positions[a] >= 0 else 0
 
 
-@compiled
+@jit_reassociated
 def _member_logprobs_of(z: Any, peak: Any, log_total: Any, out: Any, offsets: Any, start: int, stop: int) -> None:
     for a in range(start, stop):
         for m in range(offsets[a], offsets[a + 1]):
             out[m] = (z[m] - peak[a]) - log_total[a]
 
 
-@compiled
+@jit_reassociated
 def _pair_gradient_of(
     logprobs: Any,
     positions: Any,
@@ -236,36 +238,36 @@ def _pair_gradient_of(
 # Each of the above on all rows.
 
 
-@compiled
+@jit_reassociated
 def _pair_logits(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_pair_logits_of, args, cuts, num_threads, team)
 
 
-@compiled
+@jit_reassociated
 def _set_rows(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_set_rows_of, args, cuts, num_threads, team)
 
 
-@compiled
+@jit_reassociated
 def _add_rows(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_add_rows_of, args, cuts, num_threads, team)
 
 
-@compiled
+@jit_reassociated
 def _add_rows_in_place(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_add_rows_in_place_of, args, cuts, num_threads, team)
 
 
-@compiled
+@jit_reassociated
 def _row_stats(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_row_stats_of, args, cuts, num_threads, team)
 
 
-@compiled
+@jit_reassociated
 def _member_logprobs(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_member_logprobs_of, args, cuts, num_threads, team)
 
 
-@compiled
+@jit_reassociated
 def _pair_gradient(args: Any, cuts: Any, num_threads: int, team: int) -> None:
     on_team(_pair_gradient_of, args, cuts, num_threads, team)

@@ -7,12 +7,15 @@ since rho < 1, so a bound on one rounded logit bounds all below or above it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.kernels.jit import jit
+from keepmask.kernels.numba_team import on_team
 
-__all__ = ["BLOCK", "EMPTY", "NOT_FINITE", "OK", "TOO_MANY", "all_legal", "scan"]
+__all__ = ["BLOCK", "EMPTY", "NOT_FINITE", "OK", "TOO_MANY", "all_legal", "run_all_legal", "scan"]
 
 OK, NOT_FINITE, EMPTY, TOO_MANY = 0, 1, 2, 3
 """Status of a row: fine; holds NaN or +inf; holds nothing above -inf; has more candidates than there is room for."""
@@ -110,3 +113,9 @@ def reaching(exact: float, scale: float, temperature: float, rho: float, alpha: 
 def lowered(rounded: float, temperature: float, rho: float, alpha: float) -> np.float32:
     """A bound below which no rounded logit stands for one that reaches what the logit `rounded` stands for."""
     return reaching(least_exact(rounded, rho, alpha), abs(rounded), temperature, rho, alpha)
+
+
+@jit
+def run_all_legal(args: Any, cuts: Any, num_threads: int, team: int) -> None:
+    """`all_legal` on all rows."""
+    on_team(all_legal, args, cuts, num_threads, team)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepmask.kernels.draw_cpu import INSUFFICIENT, UNCERTAIN
-from keepmask.kernels.jit import RowThreads
 from keepmask.kernels.rows_cpu import NOT_FINITE, OK, TOO_MANY
 from keepmask.sampling.batch import RowsCache
 from keepmask.sampling.capture import MAX_COMPACT_IDS
@@ -41,14 +40,13 @@ class FastDraw:
 
     def __init__(self, spec: SamplerSpec) -> None:
         self._spec = spec
-        self._threads = RowThreads(torch.get_num_threads())
         self._scratch = Scratch()
         self._host = RowsCache(lambda rows, _: HostParams.of(rows, spec))
 
     def __call__(self, head: Head, rows: Sequence[SamplingRow]) -> Drawn:
         """Draw for every row."""
         host = self._host.get(rows, head.logits.device)
-        search = Search(head, rows, host, self._scratch, self._threads)
+        search = Search(head, rows, host, self._scratch)
         return _Step(head, rows, self._spec, host, search).run()
 
 
@@ -265,7 +263,8 @@ class _Step:
             if overflowed[items[0]]:
                 group = self.exact_group(group)
             token_ids = self.drawn.token_ids[items]
-            z = self.head.rescore(torch.from_numpy(items), torch.from_numpy(token_ids)[:, None]).view(-1).numpy()
+            each = torch.arange(items.size + 1)
+            z = self.head.rescore(torch.from_numpy(items), torch.from_numpy(token_ids), each).numpy()
             entries, _ = entries_over_all(self.search, group, np.ones(len(self.rows), np.float32), token_ids, z)
             self.put_entries(items, entries)
 

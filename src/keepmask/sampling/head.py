@@ -22,8 +22,11 @@ class Head(Protocol):
         """[B, V] float32, bfloat16 or float16."""
         ...
 
-    def rescore(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """rows: [M] int64. ids: [M, C] int64, each in [0, V). Returns [M, C] float32, the exact logits."""
+    def rescore(self, rows: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Exact logits [P] float32 of ids [P] int32 or int64, each in [0, V).
+
+        rows: [M] int64. offsets: [M+1] int64; ids[offsets[m] : offsets[m + 1]] are those of rows[m].
+        """
         ...
 
     def float32(self, rows: Tensor) -> Tensor:
@@ -39,9 +42,9 @@ class DenseHead:
             raise ValueError(f"logits: must be [B, V] float32, got {list(logits.shape)} {logits.dtype}")
         self.logits = logits
 
-    def rescore(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """[M, C] float32: the logits of `ids` in `rows`."""
-        return self.logits[rows.unsqueeze(1), ids]
+    def rescore(self, rows: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        """[P] float32: the logits of `ids` in `rows`."""
+        return self.logits[rows.repeat_interleave(offsets.diff()), ids]
 
     def float32(self, rows: Tensor) -> Tensor:
         """[M, V] float32: a copy of `rows`."""

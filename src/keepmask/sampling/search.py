@@ -15,7 +15,7 @@ from keepmask.kernels import candidates_cpu as candidates
 from keepmask.kernels import contenders_cpu as contenders
 from keepmask.kernels import draw_cpu as draws
 from keepmask.kernels import rows_cpu
-from keepmask.kernels.jit import RowThreads
+from keepmask.kernels.numba_team import run_rows
 from keepmask.sampling.groups import Group, Ints
 from keepmask.sampling.head import Head
 from keepmask.sampling.host import HostParams
@@ -27,8 +27,6 @@ MAX_CANDIDATES = 4096
 """Rows with more are sorted whole."""
 MAX_CONTENDERS = 256
 """Rows with more ids that may win are taken in float32."""
-LEAST_RESCORED = 32
-"""Rows with fewer candidates are rescored together."""
 SORTED_AT_ONCE = 256
 """Widest padded rows that are sorted in one call."""
 
@@ -74,10 +72,8 @@ class Found:
 class Search:
     """The kernels that read whole rows, for one batch."""
 
-    def __init__(
-        self, head: Head, rows: Sequence[SamplingRow], host: HostParams, scratch: Scratch, threads: RowThreads
-    ) -> None:
-        self._head, self.host, self._scratch, self._threads = head, host, scratch, threads
+    def __init__(self, head: Head, rows: Sequence[SamplingRow], host: HostParams, scratch: Scratch) -> None:
+        self._head, self.host, self._scratch = head, host, scratch
         self.V = head.logits.shape[1]
         self.positions = np.fromiter((row.num_output_tokens for row in rows), np.int64, len(rows))
 
@@ -103,10 +99,10 @@ class Search:
         """What may win the draw over whole rows."""
         host, M = self.host, group.items.size
         found = self._found(M, MAX_CONTENDERS)
-        kernel = contenders.contenders if group.x.dtype == np.float32 else contenders.contenders_bfloat16
+        kernel = contenders.run_float32 if group.x.dtype == np.float32 else contenders.run_bfloat16
         draw = (host.temperature, self.positions, host.completions, host.seeds, (group.rho, group.alpha))
         results = (found.z, found.ids, found.counts, found.full, found.status)
-        self._threads.run(kernel, M, 4 * M * self.V, group.x, group.x_rows, group.items, *draw, *results)
+        run_rows(kernel, M, 4 * M * self.V, group.x, group.x_rows, group.items, *draw, *results)
         self._rescore(group, found)
         return found
 
@@ -122,7 +118,7 @@ class Search:
         M, width = items.size, max(1, int(found.counts.max(initial=0)))
         keys: NDArray[np.int64] = self._scratch.array("keys", (M, width), np.int64)
         values = (found.z, found.ids, found.counts, items, temperature, width)
-        self._threads.run(draws.encode, M, M * width, *values, keys, found.status)
+        run_rows(draws.run_encode, M, M * width, *values, keys, found.status)
         sort_rows(keys, found.counts)
         return keys
 
@@ -134,7 +130,7 @@ class Search:
         work = 128 * int(found.counts.sum())
         width = keys.shape[1]
         arguments = (keys, found.counts, width, items, *filters, *draw, found.sums, found.status, *results)
-        self._threads.run(draws.decide, items.size, work, *arguments)
+        run_rows(draws.run_decide, items.size, work, *arguments)
 
     def settle(self, found: Found, items: Ints) -> tuple[Ints, NDArray[np.float32]]:
         """Draw among contenders: token ids [M] and their logits [M] before temperature."""
@@ -149,7 +145,7 @@ class Search:
         if logits.dtype != torch.float32:
             return (logits < torch.inf).all(-1).tolist()
         legal = np.empty(len(logits), np.bool_)
-        self._threads.run(rows_cpu.all_legal, legal.size, logits.numel(), logits.numpy(), legal)
+        run_rows(rows_cpu.run_all_legal, legal.size, logits.numel(), logits.numpy(), legal)
         return legal.tolist()
 
     def _select(
@@ -157,11 +153,11 @@ class Search:
     ) -> Found:
         M = group.items.size
         found = self._found(M, MAX_CANDIDATES)
-        kernel = candidates.select if group.x.dtype == np.float32 else candidates.select_bfloat16
+        kernel = candidates.run_float32 if group.x.dtype == np.float32 else candidates.run_bfloat16
         source = (group.x, group.x_rows, group.items)
         results = (found.z, found.ids, found.counts, found.sums, found.status)
         margin = (group.rho, group.alpha)
-        self._threads.run(kernel, M, M * self.V, *source, *bounds, margin, tokens, token_z, *results)
+        run_rows(kernel, M, M * self.V, *source, *bounds, margin, tokens, token_z, *results)
         self._rescore(group, found)
         return found
 
@@ -173,14 +169,11 @@ class Search:
         """Replace rounded logits by the exact ones."""
         if group.exact:
             return
-        # Rows of about the same width at a time: one wide row makes no other one wider.
-        widths = 1 << np.ceil(np.log2(np.maximum(found.counts, LEAST_RESCORED))).astype(np.int64)
-        for width in np.unique(widths[found.counts > 0]).tolist():
-            rows = np.flatnonzero((widths == width) & (found.counts > 0))
-            width = min(width, int(found.counts[rows].max()))
-            inside = np.arange(width) < found.counts[rows, None]
-            ids = torch.from_numpy(np.where(inside, found.ids[rows, :width], 0).astype(np.int64))
-            found.z[rows, :width] = self._head.rescore(torch.from_numpy(group.items[rows]), ids).numpy()
+        width = int(found.counts.max(initial=0))
+        inside = np.arange(width) < found.counts[:, None]
+        offsets = np.concatenate([[0], np.cumsum(found.counts)])
+        ids = torch.from_numpy(found.ids[:, :width][inside])
+        found.z[:, :width][inside] = self._head.rescore(torch.from_numpy(group.items), ids, torch.from_numpy(offsets))
 
 
 def sort_rows(keys: NDArray[np.int64], counts: Ints) -> None:
