@@ -462,11 +462,59 @@ def test_offending_rows_are_all_listed_by_rollout_and_position():
         (one(sampling_params={"sampling_mask_mode": "bounded"}), "bounded mode.* rollout 1"),
         (one(sampling_params={"temperature": 0.0}), "temperature: below 1e-5 .* rollout 1 position 1"),
         (one(sampling_params={"logit_bias": {V: 1.0}}), "rollout 1: logit_bias of id 40"),
+        (one(sampling_params={"logit_bias": {3: np.nan}}), "rollout 1: logit_bias of id 3 is nan"),
+        (one(sampling_params={"logit_bias": {"x": 1.0}}), "rollout 1: logit_bias must map token ids to numbers"),
+        (one(sampling_params={"logit_bias": [1, 2]}), "rollout 1: logit_bias must map token ids to numbers"),
+        (one(sampling_params={"temperature": "0.7"}), "rollout 1: temperature='0.7' must be a finite number"),
+        (one(sampling_params={"frequency_penalty": np.inf}), "rollout 1: frequency_penalty=inf must be a finite"),
+        (one(sampling_params={"repetition_penalty": 0}), "rollout 1: repetition_penalty=0 must be positive"),
+        (one(sampling_params=None), "rollout 1: sampling_params must be a mapping"),
+        (one(sampling_mask=[[1]] * 6), "rollout 1: sampling_mask must be a SamplingMask, got list"),
+        ({"token_ids": [1]}, "rollout 1: a dict without prompt_token_ids, .* is no rollout"),
+        (None, "rollout 1: a NoneType without"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_by_rollout(rollout, message):
     with pytest.raises(MaskError, match=message):
         ReplayBatch.pack([one(), rollout], vocab_size=V)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0: must be"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: must be >= 1"),
+        ({"pad_token_id": V}, r"pad_token_id=40: must be in \[0, 40\)"),
+        ({"missing_mask": "maybe"}, "missing_mask='maybe': must be one of error, full"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode='raw': must be one of"),
+        ({"appended_token_ids": [[0.5]]}, "appended_token_ids: those of rollout 0 must be a flat integer array"),
+        ({"appended_token_ids": [3]}, "appended_token_ids: those of rollout 0 must be a flat integer array"),
+        ({"appended_token_ids": [[V]]}, r"appended_token_ids: ids must be in \[0, 40\); not so for rollout 0"),
+        ({"appended_token_ids": [[], []]}, "appended_token_ids: 2 lists for 1 trajectories"),
+        ({"loss_masks": [[0.5] * 6]}, "loss_masks: those of rollout 0 must be 0 or 1"),
+        ({"loss_masks": [["a"] * 6]}, "loss_masks: those of rollout 0 must be 0 or 1"),
+        ({"loss_masks": [[np.nan] * 6]}, "loss_masks: those of rollout 0 must be 0 or 1"),
+        ({"loss_masks": []}, "loss_masks: 0 masks for 1 trajectories"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(MaskError, match=message):
+        ReplayBatch.pack([one()], **{"vocab_size": V} | options)
+
+
+def test_parameters_may_come_as_an_object_and_versions_as_numbers():
+    spans = (WeightVersionSpan(0, 6, 7),)
+    rollout = one(sampling_params=SamplingParams(temperature=0.5, top_p=0.8), weight_versions=spans, logprobs=None)
+    batch = ReplayBatch.pack([rollout], vocab_size=V)
+    assert batch.transforms.temperature.tolist() == [0.5] * 6
+    assert batch.versions == ("7",)
+
+
+def test_raw_logprobs_of_whole_vocabulary_rows_are_those_of_the_support():
+    rollout, _ = draw([5, 9], 5, {}, seed=0)
+    raw = replace(rollout, logprobs=raw_logprobs(rollout))
+    batch = ReplayBatch.pack([raw], vocab_size=V, logprobs_mode="raw_logprobs")
+    torch.testing.assert_close(score(batch).logprobs, batch.rollout_logprobs, atol=2e-6, rtol=0)
 
 
 def test_a_mask_whose_recorded_probabilities_do_not_add_up_is_a_cut_one():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from keepmask import MaskError, SamplingMask
 from keepmask.outputs import Rollout
@@ -146,6 +147,8 @@ def test_what_was_not_scored_has_no_entry():
         ([0, 0], None, "policy_logprobs: needed for every rollout, absent in rollout 0"),
         ([0, 0], [[0.0]], r"policy_logprobs: .* other shapes in rollout 0 \(\[1\] for \[2\]\)"),
         ([0, 0], [[0.0, 0.0], [0.0]], "policy_logprobs: 2 arrays for 1 rollouts"),
+        ([0, 0], [torch.zeros(2, requires_grad=True)], r"rollout 0 cannot be read .*need .detach\(\)"),
+        ([0, 0], [torch.zeros(2, dtype=torch.bfloat16)], r"rollout 0 cannot be read .*\.float\(\)"),
         ([0, 0], [[0.0, np.nan]], r"policy_logprobs: must be finite; not so in rollout 0 \(position 1\)"),
     ],
 )
@@ -157,6 +160,12 @@ def test_scores_that_do_not_fit_are_refused_by_rollout(logprobs, policy, message
     )
     with pytest.raises(MaskError, match=message):
         measure_mismatch([rollout], policy)
+
+
+def test_the_turns_of_a_dialogue_are_given_one_by_one():
+    rollout, *_ = top_p_rollout(np.random.default_rng(0), 2)
+    with pytest.raises(MaskError, match="one by one; a list stands in place of rollout 1"):
+        measure_mismatch([rollout, [rollout]], [[0.0, 0.0]] * 2)
 
 
 def test_a_mask_with_other_rows_than_tokens_is_refused():

@@ -273,6 +273,21 @@ def test_score_centering_refuses_loss_tokens_whose_sampler_is_unknown():
     ).loss.item() == pytest.approx(-(-0.7 + math.log(2)), rel=1e-5)
 
 
+@pytest.mark.parametrize("weight", [None, lambda r: r, lambda r: r.clamp(max=2.0)])
+def test_ids_the_sampler_all_but_never_draws_weigh_nothing(weight):
+    # exp(-120) is 0 in float32, and the ratio to it infinite.
+    support = Support(torch.tensor([3, 4]), torch.tensor([0, 2]))
+    policy = torch.tensor([0.3, -0.2]).log_softmax(0).requires_grad_()
+    rollout = torch.tensor([0.0, -120.0])
+    result = objectives.score_centering(
+        policy[:1], rollout[:1], torch.ones(1), torch.ones(1), policy_member_logprobs=policy,
+        rollout_member_logprobs=rollout, support=support, weight=weight,
+    )  # fmt: skip
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(0, abs=1e-6)  # the one id drawn is all that is expected
+    assert policy.grad.abs().max() < 1e-6
+
+
 # --- advantages
 
 
@@ -302,6 +317,19 @@ def test_groups_of_equal_rewards_and_groups_of_one_have_no_advantage():
         (
             lambda: objectives.dapo(torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(3, 1), torch.ones(1, 4)),
             "advantages must have the shape of the tokens",
+        ),
+        (lambda: call("grpo", (*as_tensors(tokens())[:2], torch.ones(4), torch.ones(13))), r"\[13\], got \[4\]"),
+        (lambda: call("cispo", (*as_tensors(tokens())[:2], torch.ones(1), torch.ones(13))), r"\[13\], got \[1\]"),
+        (lambda: call("dapo", as_tensors(tokens()), weights=torch.ones(1)), "weights must have the shape"),
+        (lambda: call("dapo", as_tensors(tokens()), penalty=torch.ones(4)), "penalty must have the shape"),
+        (
+            lambda: objectives.grpo(*as_tensors(tokens()), cu_seqlens=CU_SEQLENS[:-1]),
+            "from 0 to the number of tokens, 13",
+        ),
+        (lambda: objectives.grpo(*as_tensors(tokens()), cu_seqlens=CU_SEQLENS + 1), "it goes from 1 to 14"),
+        (
+            lambda: objectives.grpo(*as_tensors(tokens()), cu_seqlens=torch.tensor([0, 9, 5, 13])),
+            "cu_seqlens must rise",
         ),
     ],
 )

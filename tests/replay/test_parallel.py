@@ -92,6 +92,23 @@ def test_gradients_add_up_in_place(ranks, alone):
         np.testing.assert_allclose(added, alone["ragged"]["weight_grad"][ids], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["numba", "dense"])
+def test_compiled_and_dense_products_of_a_share_give_the_same(ranks, alone, impl):
+    want = alone["ragged"]
+    for number, rank in enumerate(ranks):
+        ids = ids_of("strided", number, len(ranks), 61)
+        for value in ParallelProblem.all()["ragged"].values:
+            np.testing.assert_allclose(rank[f"ragged {impl}/{value}"], want[value], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(rank[f"ragged {impl}/hidden_grad"], want["hidden_grad"], rtol=0, atol=1e-5)
+        for leaf in ("weight_grad", "bias_grad"):
+            np.testing.assert_allclose(rank[f"ragged {impl}/{leaf}"], want[leaf][ids], rtol=0, atol=1e-5)
+
+
+def test_processes_with_batches_of_their_own_are_refused(ranks):
+    for rank in ranks:
+        assert rank["refused/messages"].tolist() == [True, True]
+
+
 def test_parts_of_the_hidden_gradient_can_be_left_to_the_caller(ranks, alone):
     parts = sum(rank["ragged part/hidden_grad"] for rank in ranks)
     np.testing.assert_allclose(parts, alone["ragged"]["hidden_grad"], rtol=0, atol=1e-5)

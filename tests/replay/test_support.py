@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepmask import MaskError, SamplingMask
+from keepmask.replay import logprobs_from_hidden, logprobs_from_logits
 from keepmask.replay.support import Support
 
 ROWS = st.lists(st.lists(st.integers(0, 30), max_size=6, unique=True), max_size=8)
@@ -95,6 +96,36 @@ def test_active_rows_are_found_once_until_the_mask_changes():
     assert support.active(among).rows.tolist() == [0, 1]
 
 
+def test_what_was_made_for_equal_ids_and_the_same_objects_is_remembered():
+    support, key, made = support_of([[1, 2]]), torch.tensor([1]), []
+    make = lambda: made.append(len(made)) or made[-1]  # noqa: E731
+    assert support.remember("plan", (key, range(3), "full"), make) == 0
+    assert support.remember("plan", (key, range(3), "full"), make) == 0
+    assert support.remember("plan", (key, range(4), "full"), make) == 1
+    assert support.remember("plan", (key.clone(), range(4), "full"), make) == 2
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=5), st.booleans())
+def test_an_id_given_twice_in_a_row_is_found_in_any_order(rows, sort):
+    rows = [sorted(row) for row in rows] if sort else rows
+    repeating = [t for t, row in enumerate(rows) if len(set(row)) < len(row)]
+    support = support_of(rows)
+    assert support.has_repeats == bool(repeating)
+    targets, scored = torch.zeros(len(rows), dtype=torch.int64), torch.zeros(len(rows), dtype=torch.bool)
+    hidden, weight = torch.zeros(len(rows), 2), torch.zeros(6, 2)
+    if not repeating:
+        logprobs_from_hidden(hidden, weight, targets, support, loss_mask=scored)
+        return
+    named = f"row{'s' * (len(repeating) > 1)} {', '.join(map(str, repeating))}: an id stands twice"
+    for check in (
+        lambda: support.check(6),
+        lambda: logprobs_from_hidden(hidden, weight, targets, support, loss_mask=scored),
+        lambda: logprobs_from_logits(torch.zeros(len(rows), 6), targets, support_of(rows)),
+    ):
+        with pytest.raises(MaskError, match=named):
+            check()
+
+
 def test_from_mask_takes_the_rows_of_a_sampling_mask():
     mask = SamplingMask.from_lists([[5, 2], [], [7]])
     support = Support.from_mask(mask)
@@ -107,6 +138,7 @@ def test_from_mask_takes_the_rows_of_a_sampling_mask():
 def test_sizes_are_known_without_asking_the_device():
     support = Support.from_mask(SamplingMask.from_lists([[5, 2], [], [7]])).to("meta")  # a device that answers nothing
     assert support.has_empty_rows
+    assert not support.has_repeats
     assert support.id_bounds == (2, 7)
     assert support.row_index.shape == (3,)
     assert support.active().rows.shape == (1,)

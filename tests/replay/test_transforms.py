@@ -9,6 +9,7 @@ from replay_cases import PARAMS, Token, random_tokens, support_of, transforms_of
 
 import oracle
 from keepmask import MaskError
+from keepmask.replay import logprobs_from_hidden
 from keepmask.replay.history import LogitBias, TokenHistory
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import PairTransforms, TokenTransforms
@@ -106,6 +107,24 @@ def test_concatenation_fills_in_what_changes_nothing():
     z = together.at(Support(torch.tensor([1, 1, 1, 1]), torch.arange(5))).apply(torch.ones(4))
     assert z.tolist() == [1.0, 1.0, 2.0, 1.0 + 2.0 - 2.0]
     assert TokenTransforms.cat([plain, plain]).history is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": float("nan")}, "row 1: temperature nan: must be positive"),
+        ({"temperature": float("inf")}, "row 1: temperature inf"),
+        ({"repetition_penalty": -1.0}, "row 1: repetition_penalty -1: must be positive"),
+        ({"frequency_penalty": float("nan")}, "row 1: frequency_penalty nan: must be finite"),
+        ({"presence_penalty": float("-inf")}, "row 1: presence_penalty -inf: must be finite"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias: must hold numbers below infinity"),
+    ],
+)
+def test_values_that_are_no_numbers_are_refused(changes, message):
+    tokens = [Token([1, 2], 1), Token([1, 2], 1, output=[1], **changes)]
+    arguments = (torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1, 1]), support_of(tokens))
+    with pytest.raises(MaskError, match=message):
+        logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
 
 
 def test_nothing_to_replay_leaves_logits_alone():

@@ -13,6 +13,7 @@ from replay_cases import ParallelProblem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from keepmask import MaskError
 from keepmask.replay.logprobs import logprobs_from_hidden
 from keepmask.replay.parallel import VocabParallel
 
@@ -44,6 +45,26 @@ def score_as_dtensors(problem, weight, bias, mesh, **options):
     return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in got.items()}
 
 
+def refusals(problem, group):
+    """Whether batches that differ between ranks are refused: another number of rows, another target."""
+    parallel, weight, _ = share_of(problem, "contiguous", group)
+    rank, wide = dist.get_rank(), problem.support.counts.argmax()
+    start = problem.support.offsets[wide]
+    batches = [torch.arange(problem.targets.numel() - rank), torch.arange(problem.targets.numel())]
+    targets = [problem.targets, problem.targets.clone()]
+    targets[1][wide] = problem.support.ids[start + rank]
+    refused = []
+    for rows, tokens in zip(batches, targets, strict=True):
+        try:
+            logprobs_from_hidden(
+                problem.hidden[rows], weight, tokens[rows], problem.support.select(rows), vocab_parallel=parallel
+            )
+            refused.append(False)
+        except MaskError as error:
+            refused.append("the processes of the group score other tokens" in str(error))
+    return refused
+
+
 def in_group(group, mesh):
     """What this rank gets as one of the group, by case."""
     results = {}
@@ -61,6 +82,10 @@ def in_group(group, mesh):
     _, weight, bias = share_of(problem, "contiguous", group)
     added = score_as_dtensors(problem, weight, bias, mesh, weight_grad="accumulate")
     results["ragged accumulate dtensor"] = {"weight_grad": added["weight_grad"]}
+    for impl in ("numba", "dense"):
+        parallel, weight, bias = share_of(problem, "strided", group)
+        results[f"ragged {impl}"] = score(problem, weight, bias, vocab_parallel=parallel, impl=impl)
+    results["refused"] = {"messages": torch.tensor(refusals(problem, group))}
     _, weight, bias = share_of(problem, "contiguous", group)
     parallel = VocabParallel(group=group, vocab_size=problem.weight.shape[0], reduce_hidden=False)
     results["ragged part"] = {"hidden_grad": score(problem, weight, bias, vocab_parallel=parallel)["hidden_grad"]}
