@@ -177,6 +177,9 @@ def test_unknown_paths_and_methods_have_our_shape(serving: Serving):
     missing = serving.client.get("/v2/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "NotFoundError"
+    assert missing.json()["error"]["message"].startswith("/v2/nothing: no such route")
     wrong = serving.client.get(PATH)
     assert wrong.status_code == 405
     assert wrong.json()["error"]["code"] == 405
+    assert wrong.json()["error"]["message"] == f"GET {PATH}: only POST is taken there"
+    assert wrong.headers["allow"] == "POST"

@@ -302,6 +302,20 @@ def test_nothing_outside_the_folder_is_read(serving: Serving, folder: Path, chec
         (folder / name).rmdir()
 
 
+def test_folder_may_be_given_relative_to_where_the_server_started(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(folder.parent)
+    options: dict[str, Any] = {"api_keys": (KEY,), "enable_weight_updates": True, "weights_dir": folder.name}
+    with Serving(checkpoint, **options) as serving:
+        for path in ("step1", str(folder / "step1"), str(folder / "step1" / "model.safetensors")):
+            serving.client.post("/start_weight_update", json={"discard": True}).raise_for_status()
+            taken = serving.client.post("/update_weights", json={"update_info": {"path": path}})
+            assert taken.json() == {"message": "Weights updated", "missing": 0}
+        outside = serving.client.post("/update_weights", json={"update_info": {"path": str(checkpoint)}})
+        assert outside.status_code == 400
+
+
 def test_bodies_of_weights_have_a_limit_of_their_own(checkpoint: Path):
     options: dict[str, Any] = {"api_keys": (KEY,), "enable_weight_updates": True}
     with Serving(checkpoint, max_weight_chunk_bytes=1000, max_body_bytes=100, **options) as serving:

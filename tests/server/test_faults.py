@@ -14,6 +14,7 @@ import torch
 from serving import Serving, events, until
 
 from keepmask.server import openai, sglang, tokens
+from keepmask.server.ticket import Ticket
 
 PROMPT = [5, 6, 7, 8]
 LONG: dict[str, Any] = {"max_tokens": 400, "top_k": 6, "logprobs": 0, "seed": 3, "ignore_eos": True}
@@ -80,15 +81,16 @@ def test_holdings_return_after_many_clients_have_come_and_gone(serving: Serving)
     until(lambda: serving.holdings() == before)
 
 
-def test_failing_forward_answers_everyone_and_closes_the_house(checkpoint: Path):
+@pytest.mark.parametrize("failure", [RuntimeError, SystemExit, KeyboardInterrupt])
+def test_failing_forward_answers_everyone_and_closes_the_house(checkpoint: Path, failure: type[BaseException]):
     with Serving(checkpoint) as serving:
         forward, steps = serving.engine.runner.forward, 0
 
         def failing(*args: Any) -> torch.Tensor:
             nonlocal steps
-            steps += 1
+            steps += serving.engine.num_unfinished == 2  # both have come
             if steps == 8:
-                raise RuntimeError("the device is lost")
+                raise failure("the device is lost")
             return forward(*args)
 
         serving.engine.runner.forward = failing  # type: ignore[method-assign]
@@ -110,6 +112,22 @@ def test_failing_forward_answers_everyone_and_closes_the_house(checkpoint: Path)
         assert serving.service.admission.num_completions == 0
         assert serving.service.admission.num_bytes == 0
         stream.close()
+
+
+def test_delivery_that_fails_ends_its_own_request_only(serving: Serving, monkeypatch: pytest.MonkeyPatch):
+    deliver = Ticket.deliver
+
+    def failing(ticket: Ticket, *news: Any, **options: Any) -> None:
+        if ticket.order.prompt_token_ids[0] == 99:
+            raise KeyError("lost")
+        deliver(ticket, *news, **options)
+
+    monkeypatch.setattr(Ticket, "deliver", failing)
+    with serving.slowed(0.005):
+        others = [serving.in_background(lambda: serving.generate(PROMPT, params=SHORT)) for _ in range(2)]
+        assert serving.generate([99, 6], params=SHORT).status_code == 500
+        assert [len(drawn(each.result())[0][0]) for each in others] == [12, 12]
+    serving.settle()
 
 
 class Fragile:

@@ -229,6 +229,9 @@ def test_wrong_configuration_is_told_before_the_model_is_loaded(checkpoint: Path
         with pytest.raises(ConfigError, match=f"port={port}: cannot listen at 127.0.0.1: Address already in use; stop"):
             cli.run(parse(str(checkpoint), "--port", str(port)))
     monkeypatch.setenv("KEY_OF_TEST", "key")
+    updates = ("--enable-weight-updates", "--api-key", "env:KEY_OF_TEST")
+    with pytest.raises(ConfigError, match=r"weights_dir='/not/there': is no folder"):
+        cli.run(parse(str(checkpoint), *updates, "--weights-dir", "/not/there"))
     for host, says in (("203.0.113.7", "cannot listen at 203.0.113.7"), ("no.such.host.invalid", "is no address")):
         with pytest.raises(ConfigError, match=says):
             cli.run(parse(str(checkpoint), "--host", host, "--api-key", "env:KEY_OF_TEST"))

@@ -95,7 +95,14 @@ async def _on_refusal(_: Request, error: Exception) -> Response:
     return response
 
 
-async def _on_http_exception(_: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405 in our shape."""
     assert isinstance(error, HTTPException)
+    path, allowed = request.url.path[:200], (error.headers or {}).get("Allow")
+    if error.status_code == 404:
+        return error_response(ApiError(404, f"{path}: no such route; GET /openapi.json tells those there are"))
+    if error.status_code == 405 and allowed:
+        response = error_response(ApiError(405, f"{request.method} {path}: only {allowed} is taken there"))
+        response.headers["allow"] = allowed
+        return response
     return error_response(ApiError(error.status_code, str(error.detail)))

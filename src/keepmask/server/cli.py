@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     config = ServerConfig(**given(args, ServerConfig), api_keys=read_keys(args.api_key))
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = EngineConfig(**given(args, EngineConfig))
+    if config.weights_dir is not None and not Path(config.weights_dir).is_dir():
+        raise ConfigError(f"weights_dir={config.weights_dir!r}: is no folder; create it, or name another")
     check_address(config)
     service = Service(Engine(settings), config)
     server = build_server(create_app(service), service)

@@ -38,6 +38,7 @@ def read_below(root: str, path: str, *, max_bytes: int) -> dict[str, bytes]:
 
 
 def _parts(root: str, path: str) -> tuple[str, ...]:
+    root = os.path.abspath(root)
     given = PurePath(path)
     if "\0" in path or ".." in given.parts:
         raise _refusal(path, "must not hold '..' or NUL")

@@ -136,7 +136,7 @@ class EngineThread:
                     self._wake.clear()
                     continue
                 self._hand_over(self.engine.step())
-        except Exception as error:
+        except BaseException as error:  # the thread's border: whatever ends it, everybody is told
             _log.exception("the engine failed")
             self._fail(EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}"), error)
         else:
@@ -239,7 +239,7 @@ class EngineThread:
                 deliveries.append(_Delivery(ticket, news, request.finished))
         self._post(deliveries)
 
-    def _fail(self, failure: EngineError, cause: Exception | None = None) -> None:
+    def _fail(self, failure: EngineError, cause: BaseException | None = None) -> None:
         """Answer everybody, now and from now on, with `failure`."""
         failure.__cause__ = cause
         with self._lock:
@@ -276,7 +276,11 @@ class EngineThread:
 
 def _deliver(deliveries: list[_Delivery]) -> None:
     for delivery in deliveries:
-        if isinstance(delivery.news, Exception):
-            delivery.ticket.fail(delivery.news)
-        else:
-            delivery.ticket.deliver(delivery.news, finished=delivery.finished)
+        try:
+            if isinstance(delivery.news, Exception):
+                delivery.ticket.fail(delivery.news)
+            else:
+                delivery.ticket.deliver(delivery.news, finished=delivery.finished)
+        except Exception as error:  # one request's border: the others get theirs
+            _log.exception("the news of a request cannot be delivered")
+            delivery.ticket.fail(error)
