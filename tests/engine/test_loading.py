@@ -174,6 +174,14 @@ def test_a_config_that_is_no_json_is_refused(copied):
     assert "cannot be loaded" in refusal(copied)
 
 
+def test_pickled_weights_are_never_read(copied):
+    file = copied / "model.safetensors"
+    torch.save(load_file(file), copied / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(ConfigError, match="safetensors"):
+        LLM(str(copied), skip_tokenizer_init=True)
+
+
 def test_an_unknown_architecture_is_refused(copied):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"model_type": "llama_of_the_future"}))

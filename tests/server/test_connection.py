@@ -69,7 +69,7 @@ def test_what_is_no_http_is_told_so_in_our_shape(hurried: Serving, request_: byt
         while piece := connection.recv(2**16):
             received += piece
     head, _, body = received.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
     error = json.loads(body)["error"]
     assert error["type"] == "BadRequestError"
     assert error["code"] == 400

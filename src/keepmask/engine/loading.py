@@ -78,6 +78,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
             dtype=dtype,
             attn_implementation=attention.NAME,
             output_loading_info=True,
+            use_safetensors=True,  # never a pickle
             **options,
         )
     except ConfigError:

@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error_body(ApiError(400, f"{msg} Send HTTP/1.1, with headers within the server's limit."))
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-            head = h11.Response(status_code=400, headers=list(headers.items()))
+            head = h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request")
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
