@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from keepmask.replay.history import LogitBias, TokenHistory
     from keepmask.replay.logprobs import logprobs_from_hidden, logprobs_from_logits
     from keepmask.replay.mismatch import Mismatch, TokenMismatch, measure_mismatch
+    from keepmask.replay.outside import MassOutside, estimate_mass_outside
+    from keepmask.replay.parallel import VocabParallel
     from keepmask.replay.scores import RowStatus, SupportScores
     from keepmask.replay.support import Support
     from keepmask.replay.transforms import TokenTransforms
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "LogitBias": "keepmask.replay.history",
+    "MassOutside": "keepmask.replay.outside",
     "Mismatch": "keepmask.replay.mismatch",
     "PaddedBatch": "keepmask.replay.views",
     "ReplayBatch": "keepmask.replay.batch",
@@ -31,6 +34,8 @@ _HOME = {
     "TokenHistory": "keepmask.replay.history",
     "TokenMismatch": "keepmask.replay.mismatch",
     "TokenTransforms": "keepmask.replay.transforms",
+    "VocabParallel": "keepmask.replay.parallel",
+    "estimate_mass_outside": "keepmask.replay.outside",
     "logprobs_from_hidden": "keepmask.replay.logprobs",
     "logprobs_from_logits": "keepmask.replay.logprobs",
     "measure_mismatch": "keepmask.replay.mismatch",
@@ -38,6 +43,7 @@ _HOME = {
 
 __all__ = [
     "LogitBias",
+    "MassOutside",
     "Mismatch",
     "PaddedBatch",
     "ReplayBatch",
@@ -48,6 +54,8 @@ __all__ = [
     "TokenHistory",
     "TokenMismatch",
     "TokenTransforms",
+    "VocabParallel",
+    "estimate_mass_outside",
     "logprobs_from_hidden",
     "logprobs_from_logits",
     "measure_mismatch",

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keepmask.replay.ids import places_in
+from keepmask.replay.support import places_in
 
 __all__ = ["LogitBias", "TokenHistory"]
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from keepmask.errors import MaskError
-from keepmask.replay.ratios import log_ratio
-from keepmask.replay.sequences import sequence_sums, spread_to_tokens
+from keepmask.replay.ratios import log_ratio, sequence_sums, spread_to_tokens
 from keepmask.replay.support import Support
 
 __all__ = ["PolicyLoss", "center", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "score_centering", "standardize"]

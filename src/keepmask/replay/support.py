@@ -13,9 +13,8 @@ from torch import Tensor
 
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
-from keepmask.replay.ids import places_in
 
-__all__ = ["ActiveRows", "IdOrder", "Support", "listed_rows"]
+__all__ = ["ActiveRows", "IdOrder", "Support", "listed_rows", "places_in"]
 
 R = TypeVar("R")
 
@@ -351,6 +350,14 @@ def _filter_order(whole: IdOrder, ids: Tensor, pairs: Tensor, row_index: Tensor)
     order = numbers[whole.order]
     order = order[order >= 0]
     return _id_order(order, ids[pairs[order]], row_index[order])
+
+
+def places_in(values: Tensor, ids: range) -> tuple[Tensor, Tensor]:
+    """The place of each value in `ids`, a block or shard of the vocabulary (0 where it has none), and whether it has
+    one."""
+    places = torch.div(values - ids.start, ids.step, rounding_mode="floor")
+    inside = (places >= 0) & (places < len(ids)) & (values == ids.start + places * ids.step)
+    return torch.where(inside, places, 0), inside
 
 
 def listed_rows(rows: Tensor) -> str:
