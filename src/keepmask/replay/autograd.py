@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +65,7 @@ class _HeadScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, options: HeadOptions
     ) -> tuple[Tensor | None, ...]:
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _float32(hidden.device):
             tensors, kept = score(_head(hidden, weight, bias, options), job)
         ctx.options = options
         _keep(ctx, job, tensors, kept, hidden, weight, bias)
@@ -75,7 +77,7 @@ class _HeadScores(torch.autograd.Function):
         (hidden, weight, bias), kept = _kept(ctx)
         job, options = ctx.job, ctx.options
         out = _gradient_buffers(hidden, weight, bias, ctx.needs_input_grad, job, options)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _float32(hidden.device):
             source = _head(hidden, weight, bias, options)
             source.gradients = out
             send_back(source, job, kept, ScoreGradients(*gradients[:4]))
@@ -86,6 +88,22 @@ class _HeadScores(torch.autograd.Function):
             None,
             None,
         )
+
+
+@contextmanager
+def _float32(device: torch.device) -> Iterator[None]:
+    """Products of float32 tensors in float32, whatever autocast and the caller's precision of matrix products say."""
+    # Each setting by itself: reading them as one fails where a caller has set them apart.
+    settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    lower = [(setting, setting.fp32_precision) for setting in settings if setting.fp32_precision != "ieee"]
+    try:
+        for setting, _ in lower:
+            setting.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for setting, before in lower:
+            setting.fp32_precision = before
 
 
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> HeadLogits:
