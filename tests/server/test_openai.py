@@ -300,6 +300,21 @@ NEUTRAL = {
     "presence_penalty": None,
     "seed": None,
     "stream_options": None,
+    "length_penalty": 1.0,
+    "structured_outputs": None,
+    "kv_transfer_params": None,
+    "vllm_xargs": None,
+    "user": "me",
+}
+NEUTRAL_CHAT = {
+    "tools": None,
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "documents": None,
+    "mm_processor_kwargs": None,
+    "reasoning_effort": None,
 }
 
 
@@ -308,7 +323,7 @@ def test_values_that_ask_for_nothing_are_taken(serving: Serving):
         ("/v1/completions", {"prompt": TEXT, "suffix": None, "logprobs": None, "max_tokens": 3}),
         (
             "/v1/chat/completions",
-            {"messages": FLAT, "tools": None, "tool_choice": "none", "logprobs": False, "max_completion_tokens": 3},
+            {"messages": FLAT, **NEUTRAL_CHAT, "logprobs": False, "max_completion_tokens": 3},
         ),
     ):
         answer = serving.client.post(path, json={**NEUTRAL, **own})
@@ -324,7 +339,9 @@ def test_values_that_ask_for_nothing_are_taken(serving: Serving):
         ("response_format", {"type": "json_object"}),
         ("truncate_prompt_tokens", 5),
         ("suffix", "x"),
-        ("user", "me"),
+        ("user", "x" * 300),
+        ("length_penalty", 0.5),
+        ("vllm_xargs", {"a": 1}),
         ("guided_regex", "(a+)+$"),
         ("structured_outputs", {"regex": "(a+)+$"}),
         ("prompt_embeds", "AAAA"),
@@ -359,10 +376,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(serving: Serving, field: str
     [
         ("chat_template", "{{ messages }}"),
         ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
+        ("chat_template_kwargs", {"enable_thinking": None}),
+        ("reasoning_effort", "high"),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
         ("top_logprobs", 2),
-        ("documents", []),
+        ("documents", [{"text": "x"}]),
         ("messages", []),
         ("messages", [{"role": "nobody", "content": "x"}]),
         ("messages", [{"role": "user"}]),

@@ -168,6 +168,16 @@ class OpenAIFields(Generate):
     """Prompts are never cut."""
     spaces_between_special_tokens: bool | None = None
     """Without effect on fast tokenizers, the only ones there are."""
+    length_penalty: float | None = Field(None, ge=1, le=1)
+    """Belongs to beam search."""
+    structured_outputs: None = None
+    """Text is free."""
+    kv_transfer_params: None = None
+    """Disaggregated serving, which this server does not do."""
+    vllm_xargs: None = None
+    """There are no further arguments."""
+    user: Annotated[str, Field(max_length=256)] | None = None
+    """Whom the request is for; told to nobody, and without effect, as in vLLM."""
 
 
 class CompletionRequest(OpenAIFields):
@@ -270,6 +280,18 @@ class ChatRequest(OpenAIFields, ChatFields):
     """No tools: answers are text, and calls in them are not parsed."""
     tool_choice: Literal["none"] | None = None
     """No tools."""
+    parallel_tool_calls: bool | None = None
+    """Without effect where there are no tools."""
+    chat_template: None = None
+    """The model's own is used: templates from requests are programs."""
+    chat_template_kwargs: Annotated[dict[str, None], Field(max_length=0)] | None = None
+    """Nothing is passed to the template but the messages."""
+    documents: None = None
+    """Nothing is passed to the template but the messages."""
+    mm_processor_kwargs: None = None
+    """Messages are text."""
+    reasoning_effort: None = None
+    """Nothing is passed to the template but the messages."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
