@@ -50,6 +50,25 @@ def test_the_device_form_keeps_it_too(dtype):
     check_gradients(Sharp(4, 700, 60, 20, dtype), "triton")
 
 
+@pytest.fixture(params=["high", "medium"])
+def precision(request):
+    """What trainers set for speed: products in TF32 or bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+def test_a_lower_precision_of_matrix_products_lowers_nothing_here(precision, sharp):
+    problem = sharp[torch.float32]
+    check_gradients(problem, "dense")
+    empty = Support(torch.zeros(0, dtype=torch.int32), torch.zeros(len(problem.targets) + 1, dtype=torch.int64))
+    full = logprobs_from_hidden(problem.hidden, problem.weight, problem.targets, empty)
+    want = (problem.hidden.double() @ problem.weight.double().T).log_softmax(1)
+    assert (full.logprobs - want.gather(1, problem.targets[:, None])[:, 0]).abs().max() <= 2e-5
+    assert torch.get_float32_matmul_precision() == precision
+
+
 def check_gradients(problem, impl):
     hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight))
     weight.main_grad = torch.zeros(weight.shape)
