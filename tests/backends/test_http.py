@@ -137,6 +137,26 @@ def test_requests_can_be_aborted_by_name(serving: Serving, client: Client):
         assert [rollout.finish_reason for rollout in asked.result()] == ["abort", "abort"]
 
 
+def test_async_client_aborts_and_updates_too(serving: Serving, client: Client):
+    old = (Path(serving.engine.config.model) / "model.safetensors").read_bytes()
+
+    async def main() -> tuple[list[Rollout], str, Any]:
+        async with AsyncClient(serving.url, api_key="key") as each:
+            long = PARAMS.replace(max_tokens=200)
+            asked = asyncio.create_task(each.generate(PROMPT, long, request_id="y"))
+            while not serving.service.tickets(["y"]):
+                await asyncio.sleep(0.01)
+            await each.abort(["y"])
+            start = (await each.get("/weight_info"))["weight_version"]
+            version = await each.update_weights([old], version=f"{start}", discard=True)
+            return await asked, version, await each.get("/weight_info")
+
+    with serving.slowed():
+        rollouts, version, info = asyncio.run(main())
+    assert [rollout.finish_reason for rollout in rollouts] == ["abort", "abort"]
+    assert info["weight_version"] == version == client.get("/weight_info")["weight_version"]
+
+
 def test_weights_go_through_the_client(serving: Serving, client: Client, tmp_path: Path):
     start = client.get("/weight_info")["weight_version"]
     tensors = safetensors.torch.load_file(tiny.save(tmp_path / "new", "llama", seed=1) / "model.safetensors")
@@ -219,6 +239,22 @@ def test_busy_server_is_asked_again_after_as_long_as_it_says(answers: Answers):
         answers.prepared = [busy, busy, busy]
         with pytest.raises(BackendError, match="429: full"):
             client.generate(PROMPT, PARAMS)
+        stream = b"data: " + good() + b"\n\ndata: [DONE]\n\n"
+        answers.prepared = [busy, (200, {}, stream)]
+        assert [piece.token_ids.tolist() for piece in client.stream(PROMPT, PARAMS)] == [[1, 2]]
+        answers.prepared = [busy, busy, busy]
+        with pytest.raises(BackendError, match="429: full"):
+            list(client.stream(PROMPT, PARAMS))
+
+        async def stream_after_waiting() -> list[Rollout]:
+            async with AsyncClient(f"http://127.0.0.1:{answers.server_port}", retries=1) as each:
+                return [piece async for piece in each.stream(PROMPT, PARAMS)]
+
+        answers.prepared = [busy, (200, {}, stream)]
+        assert [piece.token_ids.tolist() for piece in asyncio.run(stream_after_waiting())] == [[1, 2]]
+        answers.prepared = [busy, busy]
+        with pytest.raises(BackendError, match="429: full"):
+            asyncio.run(stream_after_waiting())
         answers.prepared = [(503, {}, b'{"error": {"message": "the engine failed"}}')]
         with pytest.raises(BackendError, match="503: the engine failed"):
             client.generate(PROMPT, PARAMS)

@@ -24,6 +24,8 @@ from keepmask.wire.fields import JsonForm, mask_from_fields
 __all__ = ["AsyncClient", "Client", "joined"]
 
 _GENERATE = "/inference/v1/generate"
+_ABORT = "/inference/v1/abort_requests"
+_BINARY = {"content-type": "application/octet-stream"}
 _BUSY = (429, 503)
 _CONNECT_S = 10.0
 
@@ -76,19 +78,24 @@ class Client:
         """Pieces of the rollouts as they are drawn, to be put together by `joined`. Closing the iterator aborts."""
         body = {**_body(prompt_token_ids, params, request_id, self._form), "stream": True}
         try:
-            with self._http.stream("POST", _GENERATE, json=body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise _refusal(response)
-                pieces = _Pieces(body, params)
-                yield from pieces.of(response.iter_lines())
-                pieces.check_end()
+            for attempt in range(self._retries + 1):
+                with self._http.stream("POST", _GENERATE, json=body) as response:
+                    if response.status_code == 200:
+                        pieces = _Pieces(body, params)
+                        yield from pieces.of(response.iter_lines())
+                        pieces.check_end()
+                        return
+                    wait_s = _retry_after_s(response)
+                    if wait_s is None or attempt == self._retries:
+                        response.read()
+                        raise _refusal(response)
+                time.sleep(wait_s)
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, error) from error
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each is answered with what it has."""
-        self.post("/inference/v1/abort_requests", {"request_ids": list(request_ids)})
+        self.post(_ABORT, {"request_ids": list(request_ids)})
 
     def update_weights(self, parts: Iterable[bytes], version: str | None = None, **options: bool) -> str:
         """Replace the server's weights by safetensors files, each with some of the tensors; returns their version.
@@ -97,9 +104,8 @@ class Client:
         """
         self.post("/start_weight_update", options)
         for part in parts:
-            self._send("/update_weights", content=part, headers={"content-type": "application/octet-stream"})
-        body = {} if version is None else {"weight_version": version}
-        return str(self.post("/finish_weight_update", body)["weight_version"])
+            self._send("/update_weights", content=part, headers=_BINARY)
+        return str(self.post("/finish_weight_update", _finish(version))["weight_version"])
 
     def get(self, path: str) -> Any:
         """The parsed answer to a GET."""
@@ -159,24 +165,47 @@ class AsyncClient:
     ) -> AsyncIterator[Rollout]:
         """Pieces of the rollouts as they are drawn, to be put together by `joined`. Closing the generator aborts."""
         body = {**_body(prompt_token_ids, params, request_id, self._form), "stream": True}
-        pieces = _Pieces(body, params)
         try:
-            async with self._http.stream("POST", _GENERATE, json=body) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise _refusal(response)
-                async for line in response.aiter_lines():
-                    for piece in pieces.of([line]):
-                        yield piece
-                pieces.check_end()
+            for attempt in range(self._retries + 1):
+                async with self._http.stream("POST", _GENERATE, json=body) as response:
+                    if response.status_code == 200:
+                        pieces = _Pieces(body, params)
+                        async for line in response.aiter_lines():
+                            for piece in pieces.of([line]):
+                                yield piece
+                        pieces.check_end()
+                        return
+                    wait_s = _retry_after_s(response)
+                    if wait_s is None or attempt == self._retries:
+                        await response.aread()
+                        raise _refusal(response)
+                await asyncio.sleep(wait_s)
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, error) from error
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; each is answered with what it has."""
+        await self.post(_ABORT, {"request_ids": list(request_ids)})
+
+    async def update_weights(self, parts: Iterable[bytes], version: str | None = None, **options: bool) -> str:
+        """As `Client.update_weights`."""
+        await self.post("/start_weight_update", options)
+        for part in parts:
+            await self._send("/update_weights", content=part, headers=_BINARY)
+        return str((await self.post("/finish_weight_update", _finish(version)))["weight_version"])
+
+    async def get(self, path: str) -> Any:
+        """The parsed answer to a GET."""
+        return await self._send(path, method="GET")
+
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The parsed answer to a POST of `body`."""
+        return await self._send(path, json=body)
+
+    async def _send(self, path: str, *, method: str = "POST", **content: Any) -> Any:
         for attempt in range(self._retries + 1):
             try:
-                response = await self._http.post(path, json=body)
+                response = await self._http.request(method, path, **content)
             except httpx.HTTPError as error:
                 raise _unreachable(self._http.base_url, error) from error
             wait_s = _retry_after_s(response)
@@ -304,6 +333,10 @@ def _logprobs(logprobs: Any, token_ids: NDArray[np.int32]) -> NDArray[np.float32
     if [entry["token_id"] for entry in content] != token_ids.tolist():
         raise ValueError("logprobs are of other tokens than token_ids")
     return np.asarray([entry["logprob"] for entry in content], np.float32)
+
+
+def _finish(version: str | None) -> dict[str, str]:
+    return {} if version is None else {"weight_version": version}
 
 
 def _answer(response: httpx.Response) -> Any:
