@@ -93,15 +93,16 @@ def test_gradients_add_up_in_place(ranks, alone):
 
 
 @pytest.mark.parametrize("impl", ["numba", "dense"])
-def test_compiled_and_dense_products_of_a_share_give_the_same(ranks, alone, impl):
-    want = alone["ragged"]
+@pytest.mark.parametrize("name", ["ragged", "tiny"])
+def test_compiled_and_dense_products_of_a_share_give_the_same(ranks, alone, name, impl):
+    want = alone[name]
     for number, rank in enumerate(ranks):
-        ids = ids_of("strided", number, len(ranks), 61)
-        for value in ParallelProblem.all()["ragged"].values:
-            np.testing.assert_allclose(rank[f"ragged {impl}/{value}"], want[value], rtol=0, atol=2e-6)
-        np.testing.assert_allclose(rank[f"ragged {impl}/hidden_grad"], want["hidden_grad"], rtol=0, atol=1e-5)
+        ids = ids_of("contiguous", number, len(ranks), want["bias_grad"].numel())
+        for value in ParallelProblem.all()[name].values:
+            np.testing.assert_allclose(rank[f"{name} {impl}/{value}"], want[value], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(rank[f"{name} {impl}/hidden_grad"], want["hidden_grad"], rtol=0, atol=1e-5)
         for leaf in ("weight_grad", "bias_grad"):
-            np.testing.assert_allclose(rank[f"ragged {impl}/{leaf}"], want[leaf][ids], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(rank[f"{name} {impl}/{leaf}"], want[leaf][ids], rtol=0, atol=1e-5)
 
 
 def test_processes_with_batches_of_their_own_are_refused(ranks):

@@ -4,6 +4,7 @@ torchrun ... vocab_parallel_rank.py FOLDER
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,9 @@ def in_group(group, mesh):
     _, weight, bias = share_of(problem, "contiguous", group)
     added = score_as_dtensors(problem, weight, bias, mesh, weight_grad="accumulate")
     results["ragged accumulate dtensor"] = {"weight_grad": added["weight_grad"]}
-    for impl in ("numba", "dense"):
-        parallel, weight, bias = share_of(problem, "strided", group)
-        results[f"ragged {impl}"] = score(problem, weight, bias, vocab_parallel=parallel, impl=impl)
+    for name, impl in product(("ragged", "tiny"), ("numba", "dense")):
+        parallel, weight, bias = share_of(ParallelProblem.all()[name], "contiguous", group)
+        results[f"{name} {impl}"] = score(ParallelProblem.all()[name], weight, bias, vocab_parallel=parallel, impl=impl)
     results["refused"] = {"messages": torch.tensor(refusals(problem, group))}
     _, weight, bias = share_of(problem, "contiguous", group)
     parallel = VocabParallel(group=group, vocab_size=problem.weight.shape[0], reduce_hidden=False)
