@@ -127,6 +127,20 @@ def test_values_that_are_no_numbers_are_refused(changes, message):
         logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
 
 
+@pytest.mark.parametrize("change", ["temperature", "frequency_penalty", "logit_bias"])
+def test_transforms_changed_in_place_are_replayed_as_they_are_now(change):
+    tokens = [Token([1, 2], 1, temperature=0.5, frequency_penalty=0.5, logit_bias={1: 1.0}, output=[1])]
+    arguments = (torch.ones(1, 3), torch.randn(5, 3), torch.tensor([1]), support_of(tokens))
+    transforms = transforms_of(tokens)
+    before = logprobs_from_hidden(*arguments, transforms=transforms).logprobs
+    (transforms.logit_bias.values if change == "logit_bias" else getattr(transforms, change)).mul_(3)
+    after = logprobs_from_hidden(*arguments, transforms=transforms).logprobs
+    logits = arguments[1].double().sum(1)
+    setattr(tokens[0], change, {1: 3.0} if change == "logit_bias" else 1.5)
+    assert after.item() == pytest.approx(tokens[0].transform(logits)[[1, 2]].log_softmax(0)[0].item(), abs=1e-5)
+    assert after != before
+
+
 def test_nothing_to_replay_leaves_logits_alone():
     logits = torch.randn(3)
     transforms = TokenTransforms(num_tokens=2).at(Support(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])))

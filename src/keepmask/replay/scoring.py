@@ -67,7 +67,7 @@ class Job:
             transforms.check(torch.cat([rows, self.plan.full_rows]))
             return transforms.select(rows).at(share.support)
 
-        return self.support.remember("pair_transforms", (share.pairs, transforms), found)
+        return self.support.remember("pair_transforms", (share.pairs, transforms, *transforms.tensors), found)
 
 
 class Share(NamedTuple):

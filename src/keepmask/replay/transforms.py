@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
@@ -128,6 +128,13 @@ class TokenTransforms:
             logit_bias=_cat_tables(LogitBias, parts, [part.logit_bias for part in parts], device),
             history=_cat_tables(TokenHistory, parts, [part.history for part in parts], device),
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that these transforms are made of."""
+        holders = [holder for holder in (self, self.logit_bias, self.history) if holder is not None]
+        values = [getattr(holder, field.name) for holder in holders for field in fields(holder)]
+        return tuple(value for value in values if isinstance(value, Tensor))
 
     @property
     def _penalised(self) -> bool:
