@@ -214,6 +214,22 @@ def test_a_tied_embedding_gets_both_of_its_gradients():
         assert_relative(got, double.grad, 1e-6)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("padding", [torch.nan, torch.inf])
+def test_head_rows_that_no_support_holds_may_be_anything(impl, padding):
+    problem = Problem(34, empty=0.0)
+    unused = torch.ones(V, dtype=torch.bool)
+    unused[problem.support.ids.long()] = False
+    assert unused.any()
+    hidden, weight, _ = problem.leaves()
+    want_hidden, want_weight = wanted(problem, hidden, weight)
+    with torch.no_grad():
+        weight[unused] = padding
+    loss_of(scores_of(problem, hidden, weight, impl=impl), problem).backward()
+    assert_relative(hidden.grad, want_hidden, 1e-6)
+    assert_relative(weight.grad, want_weight, 1e-6)
+
+
 def test_tensors_on_several_devices_are_refused():
     problem = Problem(33)
     with pytest.raises(ValueError, match="hidden is on cpu, weight on meta"):

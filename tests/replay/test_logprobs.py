@@ -290,6 +290,10 @@ def test_what_does_not_fit_together_is_refused():
         logprobs_from_hidden(hidden, weight.double(), targets, support)
     with pytest.raises(ValueError, match="hidden must be"):
         logprobs_from_hidden(hidden[:, :3], weight, targets, support)
+    with pytest.raises(ValueError, match="E = 0"):
+        logprobs_from_hidden(hidden[:, :0], weight[:, :0], targets, support)
+    with pytest.raises(MaskError, match="mask: must be a SamplingMask or a Support, got list"):
+        logprobs_from_hidden(hidden, weight, targets, [[1, 2], [3]])
     with pytest.raises(ValueError, match="bias"):
         logprobs_from_hidden(hidden, weight, targets, support, bias=torch.zeros(3))
     with pytest.raises(MaskError, match="loss_mask"):

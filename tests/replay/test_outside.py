@@ -8,6 +8,7 @@ import torch
 from replay_cases import head_logits, random_tokens, support_of, targets_of, transforms_of
 
 import oracle
+from keepmask import MaskError
 from keepmask.replay.outside import estimate_mass_outside
 
 T, E, V = 60, 12, 50
@@ -67,5 +68,7 @@ def test_one_of_several_tokens_has_an_unknown_error(problem):
 def test_nothing_to_sample_is_refused(problem):
     with pytest.raises(ValueError, match="num_samples=0"):
         estimate(problem, 0)
+    with pytest.raises(MaskError, match="loss_mask: must be bool"):
+        estimate(problem, 3, loss_mask=torch.ones(T - 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="no token to look at"):
         estimate(problem, 3, loss_mask=torch.zeros(T, dtype=torch.bool))

@@ -69,13 +69,22 @@ def pair_gradients(
         logits_grad = states.new_zeros(rows.numel(), stop - start)
         logits_grad[index[pairs], ids[pairs] - start] = grad[pairs]
         if for_hidden is not None:
-            for_hidden.addmm_(logits_grad, weight[start:stop].to(grad.dtype))
+            for_hidden.addmm_(logits_grad, _used_rows(weight[start:stop].to(grad.dtype), ids[pairs] - start))
         if out_weight is not None:
             rows_grad = logits_grad.T @ states
             out_weight[start:stop] = (out_weight[start:stop] + rows_grad).to(out_weight.dtype)  # rounded once
     if out_hidden is not None and for_hidden is not None:
         out_hidden.zero_()
         out_hidden[rows] = for_hidden.to(out_hidden.dtype)
+
+
+def _used_rows(head_rows: Tensor, used: Tensor) -> Tensor:
+    """`head_rows`; where some are not finite, padding for one, those no pair uses are 0: 0 * inf is no gradient."""
+    if head_rows.sum().isfinite():
+        return head_rows
+    clean = torch.zeros_like(head_rows)
+    clean[used] = head_rows[used]
+    return clean
 
 
 def _slices(vocab_size: int, ids: Tensor, num_rows: int) -> Iterator[tuple[int, int, slice]]:

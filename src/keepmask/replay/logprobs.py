@@ -294,6 +294,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets:
             f"hidden must be [T, E] and weight [V, E], got {list(hidden.shape)} and {list(weight.shape)}; "
             "flatten batches of sequences first"
         )
+    if not hidden.shape[1]:
+        raise ValueError("hidden and weight are of size E = 0; a head needs at least one number a row")
     if weight.shape[0] != num_head_rows:
         raise ValueError(
             f"weight has {weight.shape[0]} rows, but this process's share of the vocabulary is {num_head_rows} ids"

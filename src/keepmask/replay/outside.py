@@ -11,7 +11,7 @@ from torch import Tensor
 from keepmask.mask import SamplingMask
 from keepmask.replay.logprobs import logprobs_from_hidden
 from keepmask.replay.parallel import VocabParallel
-from keepmask.replay.plan import as_support
+from keepmask.replay.plan import as_support, check_loss_mask
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import TokenTransforms
 
@@ -62,6 +62,7 @@ def estimate_mass_outside(
         raise ValueError(f"num_samples={num_samples}: must be at least 1")
     vocab_size = weight.shape[0] if vocab_parallel is None else vocab_parallel.vocab_size
     support = as_support(mask, targets, vocab_size)
+    check_loss_mask(loss_mask, targets)
     candidates = torch.arange(len(support)) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
     if not candidates.numel():
         raise ValueError("no token to look at: the mask has no rows inside the loss mask")

@@ -13,7 +13,7 @@ from keepmask.mask import SamplingMask
 from keepmask.replay.scores import RowStatus
 from keepmask.replay.support import ActiveRows, Support, listed_rows
 
-__all__ = ["OnEmpty", "OnOutside", "Plan", "as_support", "plan_rows"]
+__all__ = ["OnEmpty", "OnOutside", "Plan", "as_support", "check_loss_mask", "plan_rows"]
 
 OnEmpty = Literal["full", "ignore", "error"]
 OnOutside = Literal["error", "ignore"]
@@ -53,6 +53,14 @@ def as_support(mask: SamplingMask | Support, targets: Tensor, vocab_size: int) -
     return support
 
 
+def check_loss_mask(loss_mask: Tensor | None, targets: Tensor) -> None:
+    """Raise MaskError unless it is None, or one bool for each target."""
+    if loss_mask is not None and (loss_mask.dtype != torch.bool or loss_mask.shape != targets.shape):
+        raise MaskError(
+            f"loss_mask: must be bool of shape {list(targets.shape)}, got {loss_mask.dtype} {list(loss_mask.shape)}"
+        )
+
+
 def plan_rows(
     support: Support,
     targets: Tensor,
@@ -69,10 +77,7 @@ def plan_rows(
     ):
         if value not in legal:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(legal)}")
-    if loss_mask is not None and (loss_mask.dtype != torch.bool or loss_mask.shape != targets.shape):
-        raise MaskError(
-            f"loss_mask: must be bool of shape {list(targets.shape)}, got {loss_mask.dtype} {list(loss_mask.shape)}"
-        )
+    check_loss_mask(loss_mask, targets)
     key = (targets, loss_mask, on_empty, on_outside)
     plan = support.remember("plan", key, lambda: _plan(support, targets, loss_mask, on_empty, on_outside))
     outside_vocabulary = targets[plan.full_rows]
