@@ -42,7 +42,7 @@ def new(tmp_path) -> LLM:
 
 
 def state(llm: LLM) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in llm.engine.runner.model.state_dict().items()}
+    return llm.engine.weights()
 
 
 def drawn(llm: LLM, prompt=PROMPT):
@@ -191,12 +191,12 @@ def test_swap_that_breaks_in_the_middle_is_undone(old, new, monkeypatch, at):
     stage.add(state(new))
     swap, calls = WeightStage._swap, 0
 
-    def breaking(self, name):
+    def breaking(self, name, target):
         nonlocal calls
         calls += 1
         if calls == at + 1:
             raise MemoryError("none left")
-        swap(self, name)
+        swap(self, name, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightStage, "_swap", breaking)

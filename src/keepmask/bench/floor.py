@@ -9,7 +9,6 @@ from statistics import median
 import torch
 from torch import nn
 
-from keepmask.engine.decoder import Decoder
 from keepmask.engine.runner import ModelRunner
 from keepmask.kernels.packed_linear import PackedLinear
 
@@ -29,7 +28,7 @@ class Floor:
     def __init__(self, runner: ModelRunner, *, wait: Callable[[], None]) -> None:
         self._runner, self._wait = runner, wait
         decoder = runner._decoder
-        self._linears = _packed(decoder) if decoder is not None else _plain(runner)
+        self._linears = decoder.linears if decoder is not None else _plain(runner)
         self._linears.append(runner._linear_head)
         data = torch.ones(_STREAM_BYTES // 4, dtype=torch.float32, device=runner.device)
         self.bytes_per_s = data.nbytes / min(self._time(data.sum) for _ in range(_REPEATS))
@@ -45,12 +44,12 @@ class Floor:
         """Seconds of all matrix products of a step over B rows; the median of several passes."""
         inputs = {
             width: torch.randn(B, width, dtype=self._runner.dtype, device=self._runner.device)
-            for width in {linear.weight.shape[1] for linear in self._linears}
+            for width in {linear.in_features for linear in self._linears}
         }
 
         def products() -> None:
             for linear in self._linears:
-                linear(inputs[linear.weight.shape[1]])
+                linear(inputs[linear.in_features])
 
         products()
         return median(self._time(products) for _ in range(_REPEATS))
@@ -67,15 +66,7 @@ class Floor:
         return time.perf_counter() - start
 
 
-def _packed(decoder: Decoder) -> list[PackedLinear]:
-    return [
-        linear
-        for layer in decoder._layers
-        for linear in (layer.query_key_value, layer.output, layer.gate, layer.up, layer.down)
-    ]
-
-
 def _plain(runner: ModelRunner) -> list[PackedLinear]:
     """The linear layers of a model that runs its own code."""
     modules = [module for module in runner.model.base_model.modules() if isinstance(module, nn.Linear)]
-    return [PackedLinear(module.weight, module.bias) for module in modules]
+    return [PackedLinear([module.weight], module.bias) for module in modules]

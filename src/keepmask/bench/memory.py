@@ -45,14 +45,15 @@ def peak_memory(workload: Workload, *, options: dict[str, Any], params: dict[str
 
 
 def _measure(request: dict[str, Any]) -> Memory:
-    from keepmask.bench.ours import Ours  # torch loads in this process only, not where the result is read
+    # torch loads in this process only, not where the result is read.
+    from keepmask.bench.ours import Ours
+    from keepmask.engine.weights import weight_bytes
 
     ours = Ours(request["options"])
     workload = Workload(**request["workload"])
     ours.run(workload, workload.prompts(ours.vocab_size, seed=0), request["params"])
     runner = ours.llm.engine.runner
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
-    return Memory(_resident("VmHWM"), sum(weights.values()), runner.kv_cache_bytes, _resident("VmRSS"))
+    return Memory(_resident("VmHWM"), weight_bytes(runner.model), runner.kv_cache_bytes, _resident("VmRSS"))
 
 
 def _resident(field: str) -> int:

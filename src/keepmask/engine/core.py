@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from keepmask.engine.batch import ForwardBatch
 from keepmask.engine.kvcache import BlockPool, prefix_hashes
 from keepmask.engine.loading import eos_token_ids, load_tokenizer, unmapped_token_ids
 from keepmask.engine.output import OutputBuilder
-from keepmask.engine.probe import check_model
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import Scheduler
@@ -56,7 +56,6 @@ class Engine:
     def __init__(self, config: EngineConfig, *, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.config = config
         self.runner = ModelRunner(config)
-        check_model(self.runner, config.model)
         self.tokenizer: Any | None = load_tokenizer(config)
         self.eos_token_ids = eos_token_ids(self.runner.model, self.tokenizer)
         self.weight_version = "0"
@@ -200,27 +199,34 @@ class Engine:
         nothing, when weights are missing.
         """
         stage.check_complete()
-        stage.exchange()
-        try:
-            self.runner.refresh()
-        except BaseException:
+        with self._whole_weights():
             stage.exchange()
-            self.runner.refresh()
-            raise
+            try:
+                self.runner.refresh()
+            except BaseException:
+                self.runner.restore_weights()
+                stage.exchange()
+                raise
         return self._weights_changed(_next_version(self.weight_version) if version is None else version)
 
     def rename_weights(self, version: str) -> None:
         """What the weights are called in `weight_versions` from now on."""
         self.weight_version = version
 
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of every weight, by its name in the model's state dict."""
+        with self._whole_weights():
+            return {name: tensor.clone() for name, tensor in self.runner.model.state_dict().items()}
+
     def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight, by its name in the model's state dict."""
-        return checksums(self.runner.model)
+        with self._whole_weights():
+            return checksums(self.runner.model)
 
     def randomize_weights(self, generator: torch.Generator) -> str:
         """Overwrite the weights with noise, as a test of what transfers them; returns the version of the noise."""
-        randomize(self.runner.model, generator)
-        self.runner.refresh()
+        with self._whole_weights():
+            randomize(self.runner.model, generator)
         return self._weights_changed(f"{self.weight_version}+random")
 
     def step(self) -> list[Request]:
@@ -305,6 +311,15 @@ class Engine:
                 logits = head.float32(torch.arange(len(part), device=hidden.device))
                 entries = prompt_logprobs(logits, torch.tensor(part, device=hidden.device), num_logprobs)
                 known += (entry if np.isfinite(entry.values).all() else None for entry in entries)
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Within it, the model's parameters hold their values; the runner follows their changes."""
+        self.runner.restore_weights()
+        try:
+            yield
+        finally:
+            self.runner.refresh()
 
     def _weights_changed(self, version: str) -> str:
         self.weight_version = version

@@ -6,7 +6,6 @@ of the model's own code: products are merged along their outputs, and values are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +73,14 @@ class Decoder:
         self._layers = layers
         self._norm = _Norm.of(self._base.norm)
         first, parameter = layers[0], model.get_input_embeddings().weight
-        widths = (parameter.shape[1], first.head_dim, first.gate.weight.shape[0])
+        widths = (parameter.shape[1], first.head_dim, first.gate.out_features)
         self._ops = fastest(parameter.device, parameter.dtype, *widths)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Decoder | None:
         """The decoder of a Llama, Mistral, Qwen2 or Qwen3 model; None for any other, or where a part is unusual.
 
-        Weights that are multiplied together are moved into one tensor, of which the model's parameters become views.
+        The weights of its linear layers may be kept for the CPU's kernels only, see `PackedLinear`.
         """
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
             return None
@@ -101,11 +100,14 @@ class Decoder:
             update = layer.down(ops.silu_mul(layer.gate(y), layer.up(y)))
         return self._normed(x, update, self._norm)
 
-    def refresh(self) -> None:
-        """Follow a change of the model's weights."""
-        for layer in self._layers:
-            for linear in (layer.query_key_value, layer.output, layer.gate, layer.up, layer.down):
-                linear.refresh()
+    @property
+    def linears(self) -> list[PackedLinear]:
+        """The matrix products of a forward, in order."""
+        return [
+            linear
+            for layer in self._layers
+            for linear in (layer.query_key_value, layer.output, layer.gate, layer.up, layer.down)
+        ]
 
     def _normed(self, x: Tensor, update: Tensor | None, norm: _Norm) -> Tensor:
         """x after the update, in place, and then normed."""
@@ -145,7 +147,7 @@ def _layer(settings: Any, module: Any) -> _Layer:
         scale=attention.scaling,
         window=window,
         attention_norm=_Norm.of(module.input_layernorm),
-        query_key_value=_merged(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_key_value=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=query_norm,
         key_norm=key_norm,
         output=_linear(attention.o_proj),
@@ -156,20 +158,8 @@ def _layer(settings: Any, module: Any) -> _Layer:
     )
 
 
-def _linear(linear: nn.Linear) -> PackedLinear:
-    return PackedLinear(linear.weight, linear.bias)
-
-
-def _merged(*linears: nn.Linear) -> PackedLinear:
-    """One linear layer with the outputs of all, one after the other; their parameters become views of its own."""
-    weight = _joined([linear.weight for linear in linears])
+def _linear(*linears: nn.Linear) -> PackedLinear:
+    """One linear layer with the outputs of all, one after the other."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return PackedLinear(weight, _joined(biases) if biases else None)
-
-
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    """The parameters one after the other in one tensor, of which each becomes a view."""
-    whole = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, torch.split(whole, [len(each) for each in parameters]), strict=True):
-        parameter.data = part
-    return whole
+    bias = torch.cat([bias.data for bias in biases]) if len(biases) > 1 else next(iter(biases), None)
+    return PackedLinear([linear.weight for linear in linears], bias, sole=True)

@@ -1,19 +1,26 @@
-"""`check_model`: proof, at load, that the engine computes what the model computes by itself."""
+"""`ModelProbe`: proof, at load, that the engine computes what the model computes by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepmask.engine import attention
 from keepmask.engine.request import Completion, Request
-from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import ScheduledChunk
 from keepmask.errors import ConfigError
 from keepmask.params import SamplingParams
 from keepmask.sampling import SamplerSpec, SamplingRow
 
-__all__ = ["check_model"]
+if TYPE_CHECKING:
+    from keepmask.engine.runner import ModelRunner
+
+__all__ = ["ModelProbe"]
 
 _CHUNKS = (6, 1, 5, 1, 3)  # a prompt in chunks and single tokens, as it and a decode would come
 
@@ -23,28 +30,45 @@ _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_HALF = 0.5  # half-precision types; an architecture that is not understood is off by several
 
 
-def check_model(runner: ModelRunner, name: str) -> None:
-    """Compute a few tokens through the paged cache and through the model's own attention, and compare the logits.
+class ModelProbe:
+    """Takes a model's own logits of a few tokens, when it is built, and compares a runner's with them later.
 
-    Raises ConfigError naming the model where it cannot run on the cache, or gives other logits there: its layers are
-    not causal attention over past tokens, or its head is more than a linear map.
+    Both raise ConfigError naming the model where it cannot run, or gives other logits on the paged cache: its layers
+    are not causal attention over past tokens, or its head is more than a linear map.
     """
-    what = f"model {name!r} ({runner.model.config.model_type}): is not supported"
-    token_ids = [(7919 * at + 1) % runner.vocab_size for at in range(min(sum(_CHUNKS), runner.max_model_len))]
-    try:
-        ours = _paged_logits(runner, token_ids)
-        own = _own_logits(runner, token_ids)
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from error
-    except Exception as error:  # the border to model code, which may raise anything
-        raise ConfigError(f"{what}: it does not run on a paged cache: {type(error).__name__}: {error}") from error
-    # The cache starts out as zeros.
-    if unused := [at for at, layer in enumerate(runner.cache.layers) if not layer.keys[0].any()]:
-        raise ConfigError(f"{what}: layers {unused} do not go through transformers' attention interface")
-    # The median over positions: in a mixture of experts, rounding may send a single token another way.
-    off = float(((ours - own).abs().amax(-1) / own.std(-1)).median())
-    if not off <= _TOLERANCE.get(runner.dtype, _TOLERANCE_HALF):
-        raise ConfigError(f"{what}: on a paged cache its logits are off by {off:.2g} standard deviations")
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self._what = f"model {name!r} ({model.config.model_type}): is not supported"
+        settings = model.config.get_text_config()
+        longest = getattr(settings, "max_position_embeddings", None) or sum(_CHUNKS)
+        num_tokens = min(sum(_CHUNKS), longest)
+        self._token_ids = [(7919 * at + 1) % settings.vocab_size for at in range(num_tokens)]
+        with self._failures():
+            self._own = _own_logits(model, self._token_ids)
+
+    def check(self, runner: ModelRunner) -> None:
+        """Compute the tokens through the paged cache, and compare the logits."""
+        token_ids = self._token_ids[: runner.max_model_len]
+        with self._failures():
+            ours = _paged_logits(runner, token_ids)
+        own = self._own[: len(token_ids)]
+        # The cache starts out as zeros.
+        if unused := [at for at, layer in enumerate(runner.cache.layers) if not layer.keys[0].any()]:
+            raise ConfigError(f"{self._what}: layers {unused} do not go through transformers' attention interface")
+        # The median over positions: in a mixture of experts, rounding may send a single token another way.
+        off = float(((ours - own).abs().amax(-1) / own.std(-1)).median())
+        if not off <= _TOLERANCE.get(runner.dtype, _TOLERANCE_HALF):
+            raise ConfigError(f"{self._what}: on a paged cache its logits are off by {off:.2g} standard deviations")
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self._what}: {error}") from error
+        except Exception as error:  # the border to model code, which may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{self._what}: it does not run on a paged cache: {reason}") from error
 
 
 @torch.inference_mode()
@@ -69,12 +93,12 @@ def _paged_logits(runner: ModelRunner, token_ids: list[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def _own_logits(runner: ModelRunner, token_ids: list[int]) -> Tensor:
+def _own_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """[T, V] float32 logits of a plain forward."""
-    ids = torch.tensor([token_ids], device=runner.device)
-    runner.model.set_attn_implementation("eager")
+    ids = torch.tensor([token_ids], device=model.device)
+    model.set_attn_implementation("eager")
     try:
-        logits: Tensor = runner.model(input_ids=ids, use_cache=False).logits[0].float()
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
     finally:
-        runner.model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention.NAME)
     return logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from keepmask.engine.attention import AttentionContext, KVCache
 from keepmask.engine.batch import ForwardBatch
 from keepmask.engine.decoder import Decoder
 from keepmask.engine.loading import device_of, dtype_of, load_model
+from keepmask.engine.probe import ModelProbe
 from keepmask.engine.scheduler import BlockCopy, ScheduledChunk
 from keepmask.errors import ConfigError
 from keepmask.kernels.packed_linear import PackedLinear
@@ -97,16 +100,21 @@ class LMHead:
 
 
 class ModelRunner:
-    """Loads the model and runs it on flat batches of tokens."""
+    """Loads the model and runs it on flat batches of tokens.
+
+    Raises ConfigError naming what cannot be served: the model, its length, or the cache's size.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
         self.model = load_model(config, self.device, self.dtype)
+        probe = ModelProbe(self.model, config.model)  # before its weights are packed
         settings = self.model.config.get_text_config()
         self._decoder = Decoder.of(self.model)
         head = self.model.get_output_embeddings()
-        self._linear_head = PackedLinear(head.weight, getattr(head, "bias", None))
+        self._linear_head = PackedLinear([head.weight], getattr(head, "bias", None))
+        _give_back_memory()
         self.vocab_size = int(head.weight.shape[0])
         self._transform = HeadTransform.of(settings)
         self.max_model_len = _max_model_len(config, settings)
@@ -127,6 +135,7 @@ class ModelRunner:
         )
         self.num_blocks = num_blocks
         self.kv_cache_bytes = num_blocks * block_bytes
+        probe.check(self)
 
     def lay_out(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         """The batch of one forward over these chunks."""
@@ -155,11 +164,26 @@ class ModelRunner:
         """The LM head over hidden states [B, E]."""
         return LMHead(hidden, self._linear_head, self._transform)
 
+    def restore_weights(self) -> None:
+        """Give every parameter of the model its values, also where they are kept for the CPU's kernels only."""
+        for linear in self._linears:
+            linear.restore()
+
     def refresh(self) -> None:
-        """Follow a change of the model's weights."""
-        self._linear_head.refresh()
-        if self._decoder is not None:
-            self._decoder.refresh()
+        """Follow a change of the model's weights; memory that `restore_weights` took is given up."""
+        for linear in self._linears:
+            linear.refresh()
+        _give_back_memory()
+
+    @property
+    def _linears(self) -> list[PackedLinear]:
+        return [*(self._decoder.linears if self._decoder is not None else ()), self._linear_head]
+
+
+def _give_back_memory() -> None:
+    """Let the system have what was freed in between: the C library would keep it for later."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _max_model_len(config: EngineConfig, settings: Any) -> int:

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from keepmask.errors import RequestError
 
-__all__ = ["WeightStage", "checksum", "checksums", "randomize", "read_safetensors", "safetensors_files"]
+__all__ = [
+    "WeightStage",
+    "checksum",
+    "checksums",
+    "randomize",
+    "read_safetensors",
+    "safetensors_files",
+    "weight_bytes",
+]
 
 _MAX_LISTED = 8  # offending tensors named in one error; the rest are counted
 
@@ -30,7 +38,8 @@ class WeightStage:
     """
 
     def __init__(self, model: nn.Module, *, partial: bool = False, cast: bool = False) -> None:
-        self._targets: dict[str, Tensor] = model.state_dict()
+        self._model = model
+        self._targets: dict[str, Tensor] = model.state_dict()  # for their names, shapes and types
         self._partial, self._cast = partial, cast
         self._names = _first_names(self._targets)
         self._staged: dict[str, Tensor] = {}
@@ -79,18 +88,17 @@ class WeightStage:
 
         An exception in the middle leaves the model as it was.
         """
-        done: list[str] = []
+        targets, done = self._model.state_dict(), []
         try:
             for name in self._staged:
-                self._swap(name)
+                self._swap(name, targets[name])
                 done.append(name)
         except BaseException:
             for name in done:
-                self._swap(name)
+                self._swap(name, targets[name])
             raise
 
-    def _swap(self, name: str) -> None:
-        target = self._targets[name]
+    def _swap(self, name: str, target: Tensor) -> None:
         old = target.clone()
         try:
             target.copy_(self._staged[name])
@@ -130,6 +138,12 @@ def checksums(model: nn.Module) -> dict[str, str]:
     return {name: checksum(tensor) for name, tensor in model.state_dict().items()}
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, tied ones counted once."""
+    tensors = model.state_dict()
+    return sum(tensors[name].nbytes for name in set(_first_names(tensors).values()))
+
+
 @torch.no_grad()
 def randomize(model: nn.Module, generator: torch.Generator) -> None:
     """Overwrite every floating-point weight with noise: what is right afterwards was transferred."""
@@ -159,10 +173,11 @@ def safetensors_files(path: Path) -> list[Path]:
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name, the first one of the same memory."""
     firsts: dict[tuple[object, ...], str] = {}
-    return {
-        name: firsts.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
-        for name, tensor in tensors.items()
-    }
+
+    def place(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    return {name: firsts.setdefault(place(tensor), name) for name, tensor in tensors.items()}
 
 
 def _refusal(summary: str, items: list[str]) -> RequestError:
