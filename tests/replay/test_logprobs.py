@@ -104,6 +104,25 @@ def test_kl_to_a_reference_is_exact_and_differentiable(impl):
         assert_relative(one, other, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_vocabulary_rows_are_scored_block_by_block(monkeypatch, dtype):
+    monkeypatch.setattr("keepmask.replay.head._BLOCK_WEIGHTS", 7 * E)  # 9 blocks of the head
+    monkeypatch.setattr("keepmask.replay.full.BLOCK_FLOATS", 20)  # 2 rows at a time
+    problem = Problem(17, empty=0.6, dtype=dtype, bias=False)
+    want, (want_hidden, want_weight) = expected(problem)
+    hidden, weight = problem.leaves()
+    weight.main_grad = torch.zeros(V, E)
+    got = logprobs_from_hidden(
+        hidden, weight, problem.targets, problem.support, transforms=problem.transforms, entropy="grad",
+        weight_grad="accumulate", full_log_normalizer=True,
+    )  # fmt: skip
+    for name in ("logprobs", "entropy", "log_normalizer", "full_log_normalizer"):
+        assert_close(getattr(got, name), getattr(want, name), 1e-5)
+    problem.loss(got).backward()
+    assert_relative(hidden.grad, want_hidden, 1e-6 if dtype == torch.float32 else 3e-3)
+    assert_relative(weight.main_grad, want_weight, 1e-6)
+
+
 def test_kl_to_the_policy_itself_is_zero():
     problem = Problem(2, empty=0.0)
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
