@@ -1,0 +1,172 @@
+"""The README's tables, made from the rows of `bench/results`.
+
+    python bench/tables.py            print them
+    python bench/tables.py --write    put them into the README
+
+A file of rows is made by a benchmark, on an idle machine: scripts/bench sampler --json > bench/results/sampler.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).parent.parent
+RESULTS, README = ROOT / "bench" / "results", ROOT / "README.md"
+BEGIN, END = "<!-- tables: bench/tables.py -->", "<!-- end of tables -->"
+
+
+def rows_of(name: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[object]]) -> Iterator[str]:
+    head = list(head)
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for cells in body:
+        yield f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def number(value: float) -> str:
+    """Two significant digits, or whole numbers above them."""
+    return f"{value:,.0f}" if value >= 20 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
+
+
+def sampler() -> Iterator[str]:
+    yield (
+        "`scripts/bench sampler`: one whole `Sampler.sample` on float32 logits, masks and processed log-probs on, "
+        "against `torch.topk(logits, 50)` alone and against the sort-based path (sort, cumulative sum, noise over the "
+        "vocabulary, bitmap, unpack)."
+    )
+    yield ""
+    body = [
+        (f"{row['shape']}, {row['op'].removeprefix('sample ')}", row["p50"], row["over_topk"], row["sort_based_over"])
+        for row in rows_of("sampler")
+        if row["implementation"] == "fast" and row["shape"][0] > 1
+    ]
+    head = ("logits", "ms", "over topk", "sort-based path over this")
+    yield from table(head, ((case, *map(number, values)) for case, *values in body))
+
+
+def replay() -> Iterator[str]:
+    yield (
+        "`scripts/bench replay`: log-probs of drawn tokens on their supports, forward and backward, against full "
+        "logits with `masked_fill` and against the best chunked dense form; memory beyond inputs and gradients."
+    )
+    yield ""
+    head = (
+        "T, E, V",
+        "mean support",
+        "ms",
+        "full logits over this",
+        "dense chunks over this",
+        "MB",
+        "MB of full logits",
+    )
+
+    def body() -> Iterator[Iterable[object]]:
+        rows = [row for row in rows_of("replay") if row["op"].startswith("replay")]
+        full = {(row["op"], *row["shape"], row["dtype"]): row for row in rows if row["implementation"] == "full"}
+        for row in rows:
+            if row["implementation"] == "keepmask":
+                other = full[row["op"], *row["shape"], row["dtype"]]
+                values = (row["support_mean"], row["p50"], row["full_over"], row["dense_chunks_over"])
+                memory = (row["memory_mb"], other["memory_mb"])
+                case = f"{', '.join(map(str, row['shape']))}, {row['dtype']}"
+                yield case, *map(number, values), *(f"{value:,.0f}" for value in memory)
+
+    yield from table(head, body())
+
+
+def engine() -> Iterator[str]:
+    rows = [row for row in rows_of("engine") if row["op"] == "throughput"]
+    versions = rows[0]["versions"]
+    yield (
+        f"`keepmask bench --peer vllm --peer transformers`: SmolLM2-135M in {rows[0]['dtype']}, "
+        f"top_k 50 and top_p 0.95, tokens/s; in brackets how many times as fast keepmask is, with masks on "
+        f"(vLLM {versions['vllm (peer)']}, which has no masks on CPUs, bound to both cores)."
+    )
+    yield ""
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+
+    def body() -> Iterator[Iterable[object]]:
+        for shape in dict.fromkeys(json.dumps(row["shape"]) for row in rows):
+            of = json.loads(shape)
+            group = f" x {of['n']}" if of["n"] > 1 else ""
+            found = {row["implementation"]: row for row in rows if json.dumps(row["shape"]) == shape}
+            yield (
+                f"{of['requests']}{group} of {of['prompt']} + {of['output']}",
+                *(speed(found[name]) if name in found else "" for name in names),
+            )
+
+    yield from table(("requests of prompt + output", *names), body())
+
+
+def speed(row: Row) -> str:
+    over = f" ({row['keepmask_over']:.2f})" if "keepmask_over" in row else ""
+    return f"{row['p50']:,.0f}{over}"
+
+
+def server() -> Iterator[str]:
+    rows = rows_of("server")
+    yield "`scripts/bench server`: through HTTP, and directly, in turn on one engine; the client has its own process."
+    yield ""
+    body = [
+        (
+            row["op"],
+            row["implementation"],
+            f"{row['p50']:,.2f}" if row["unit"] == "ratio" else f"{row['p50']:,.0f} tokens/s",
+            f"{row['over_generate']:.2f}" if "over_generate" in row else "",
+            row["problems"],
+        )
+        for row in rows
+    ]
+    yield from table(("load", "way", "", "over `LLM.generate`", "lost or misaligned"), body)
+
+
+def wire() -> Iterator[str]:
+    yield "`scripts/bench wire`: masks on the wire, against vLLM's nested JSON."
+    yield ""
+    rows = [row for row in rows_of("wire") if row["op"].endswith("encode") and row["implementation"] != "nested JSON"]
+    head = ("masks", "format", "bytes an id", "bytes over JSON", "encode + decode over JSON")
+    yield from table(
+        head,
+        ((row["case"], row["implementation"], *(f"{row[key]:.2f}" for key in KEYS_OF_WIRE)) for row in rows),
+    )
+
+
+KEYS_OF_WIRE = ("bytes_an_id", "bytes_over_json", "both_over_json")
+TABLES: tuple[Callable[[], Iterator[str]], ...] = (engine, sampler, replay, server, wire)
+
+
+def tables() -> str:
+    """All of them, in Markdown."""
+    facts = rows_of("sampler")[0]
+    where = (
+        f"Medians on {facts['threads']} shared cores ({facts['device']}, AVX-512 and AMX): the ratios are the message."
+    )
+    return "\n\n".join([where, *("\n".join(make()) for make in TABLES)])
+
+
+def written(readme: str) -> str:
+    """The README with the tables as they are now."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into the README")
+    if parser.parse_args().write:
+        README.write_text(written(README.read_text("utf-8")), "utf-8")
+    else:
+        print(tables())
+
+
+if __name__ == "__main__":
+    main()
