@@ -1,11 +1,13 @@
 """The README's Python runs and gives what it says."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 README = Path(__file__).parent.parent / "README.md"
+TABLES = README.parent / "bench" / "tables.py"
 
 
 @pytest.mark.e2e
@@ -22,3 +24,12 @@ def test_files_and_folders_it_names_exist():
         assert (README.parent / link).exists(), link
     for script in re.findall(r"scripts/\w+", text):
         assert (README.parent / script).exists(), script
+
+
+def test_its_tables_are_those_of_the_measured_rows():
+    spec = importlib.util.spec_from_file_location("tables", TABLES)
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = README.read_text("utf-8")
+    assert tables.written(text) == text
+    assert text.count("| ") > 100

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
+from keepmask.kernels.triton_attention import attend
 from keepmask.kernels.triton_candidates import decide_rows
 from keepmask.kernels.triton_capture import compact_rows
 from keepmask.kernels.triton_entries import best_rows, ranks_in_tiles
@@ -47,6 +48,14 @@ for kernel, constants, num_warps in (
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     print(kernel.__name__, "div.rn.f32" in ptx, "div.full" in ptx or "div.approx" in ptx)
+
+constants = {"GROUPS": 4, "ROWS": 16, "D": 128, "BLOCK": 16, "KEYS": 64, "CAPPED": True}
+types = {name: "*bf16" for name in ("query_ptr", "keys_ptr", "values_ptr", "out_ptr")}
+types |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
+signature = {name: types.get(name) or type_of(name) for name in attend.arg_names}
+source = ASTSource(attend, signature, constexprs=constants)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+print("attend", "mma" in ptx, "nothing else")
 """
 
 
@@ -55,5 +64,6 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 8
-    assert all(line[1:] == ["True", "False"] for line in lines), lines
+    assert len(lines) == 9
+    assert all(line[1:] == ["True", "False"] for line in lines[:-1]), lines
+    assert lines[-1][:2] == ["attend", "True"]

@@ -1,6 +1,7 @@
 """Keys and values in blocks: storing those of new tokens, and attention of single queries to their sequences.
 
-The functions here define the operations; `cpu_attention` computes the same on CPUs where numba is installed.
+The functions here define the operations; `cpu_attention` computes the same on CPUs where numba is installed, and
+`triton_attention` the attention on GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["AttentionImpl", "compiled_for", "decode_attention", "store_tokens"]
 
-AttentionImpl = Literal["auto", "reference"]
+AttentionImpl = Literal["auto", "triton", "reference"]
 
 
 def decode_attention(
@@ -46,7 +47,7 @@ def decode_attention(
             f"query {list(query.shape)} {query.dtype} does not fit a cache of {Hkv} heads of {D} {keys.dtype}"
         )
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    if (kernel := compiled_for(keys, impl)) is not None:
+    if (kernel := compiled_for(keys, impl) or _triton_for(keys, impl)) is not None:
         kernel.decode(
             query,
             keys,
@@ -103,13 +104,19 @@ def store_tokens(
 
 def compiled_for(keys: Tensor, impl: AttentionImpl) -> ModuleType | None:
     """The module of compiled kernels, where they can serve this cache and `impl` allows them."""
-    kernel = None if impl == "reference" else _module()
+    kernel = _module("numba", "cpu_attention") if impl == "auto" else None
+    return kernel if kernel is not None and kernel.supports(keys) else None
+
+
+def _triton_for(keys: Tensor, impl: AttentionImpl) -> ModuleType | None:
+    asked = impl == "triton" or (impl == "auto" and keys.is_cuda)
+    kernel = _module("triton", "triton_attention") if asked else None
     return kernel if kernel is not None and kernel.supports(keys) else None
 
 
 @cache
-def _module() -> ModuleType | None:
-    return import_module("keepmask.kernels.cpu_attention") if find_spec("numba") else None
+def _module(needed: str, name: str) -> ModuleType | None:
+    return import_module(f"keepmask.kernels.{name}") if find_spec(needed) else None
 
 
 def _reference(
