@@ -49,7 +49,7 @@ for kernel, constants, num_warps in (
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     print(kernel.__name__, "div.rn.f32" in ptx, "div.full" in ptx or "div.approx" in ptx)
 
-constants = {"GROUPS": 4, "ROWS": 16, "D": 128, "BLOCK": 16, "KEYS": 64, "CAPPED": True}
+constants = {"GROUPS": 4, "ROWS": 16, "D": 128, "BLOCK": 16, "KEYS": 64, "CAPPED": True, "WIDENS": False}
 types = {name: "*bf16" for name in ("query_ptr", "keys_ptr", "values_ptr", "out_ptr")}
 types |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
 signature = {name: types.get(name) or type_of(name) for name in attend.arg_names}

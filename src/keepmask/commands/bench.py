@@ -79,12 +79,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--picture: needs matplotlib; pip install matplotlib, or leave the picture out")
     disable_progress_bar()
     console = Console(stderr=True)
+    rows = []
     with console.status("loading") as status:
-        rows = _measure(args, _sizes(args), status.update)
-    if args.json:
-        for row in rows:
-            sys.stdout.write(json.dumps(_rounded(row)) + "\n")
-    else:
+        for row in _measure(args, _sizes(args), status.update):
+            rows.append(row)
+            if args.json:
+                sys.stdout.write(json.dumps(_rounded(row)) + "\n")
+                sys.stdout.flush()
+    if not args.json:
         Console(width=None if Console().is_terminal else _WIDTH).print(page(rows))
     if args.picture is not None:
         from keepmask.bench.picture import save_picture
@@ -102,7 +104,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
     return dataclasses.replace(sizes, **{name: value for name, value in given.items() if value is not None})
 
 
-def _measure(args: argparse.Namespace, sizes: Sizes, on_progress: Any) -> list[Row]:
+def _measure(args: argparse.Namespace, sizes: Sizes, on_progress: Any) -> Iterator[Row]:
     """All rows, those of throughput with masks first."""
     workloads = sizes.workloads(args.only)
     options = {
@@ -113,7 +115,7 @@ def _measure(args: argparse.Namespace, sizes: Sizes, on_progress: Any) -> list[R
         "max_num_seqs": max(workload.num_sequences for workload in workloads),
     }
     with ExitStack() as stack:
-        return list(_rows(args, sizes, workloads, options, stack, on_progress))
+        yield from _rows(args, sizes, workloads, options, stack, on_progress)
 
 
 def _rows(

@@ -74,6 +74,7 @@ def decode(
         BLOCK=block_size,
         KEYS=_KEYS,
         CAPPED=softcap is not None,
+        WIDENS=interpreted(),  # which multiplies no bfloat16
         num_warps=4,
     )
 
@@ -102,6 +103,7 @@ def attend(
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
+    WIDENS: tl.constexpr,
 ) -> None:
     """One token and one head of keys and values; KEYS positions at a time, of several blocks."""
     t, h = tl.program_id(0), tl.program_id(1)
@@ -110,6 +112,8 @@ def attend(
     real = (group < GROUPS)[:, None]
     query_at = query_ptr + t * query_stride + head[:, None] * head_stride + d[None, :]
     query = tl.load(query_at, mask=real, other=0.0)
+    if WIDENS:
+        query = query.to(tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + t).to(tl.int64) * table_stride
     stop = tl.load(lens_ptr + t)
     first = stop * 0
@@ -125,6 +129,8 @@ def attend(
         base, slot = (block * H + h) * D * BLOCK, position % BLOCK
         # Slots that are not seen may hold what a freed block held, even NaN: they count as 0.
         key = tl.load(keys_ptr + base[None, :] + d[:, None] * BLOCK + slot[None, :], mask=seen[None, :], other=0.0)
+        if WIDENS:
+            key = key.to(tl.float32)
         score = tl.dot(query, key, input_precision="ieee") * scale
         if CAPPED:
             # tanh(y) = 1 - 2 / (exp(2 y) + 1)
