@@ -51,6 +51,11 @@ def drawn(llm: LLM, prompt=PROMPT):
     return completion.token_ids, completion.sampling_mask
 
 
+def scores(llm: LLM) -> list[dict]:
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, PARAMS, use_tqdm=False)
+    return list(output.outputs[0].logprobs)
+
+
 def test_updated_engine_is_the_one_loaded_from_the_new_checkpoint(old, new, tmp_path):
     before = drawn(old)
     assert old.update_weights(tmp_path / "seed1") == "1"
@@ -58,6 +63,22 @@ def test_updated_engine_is_the_one_loaded_from_the_new_checkpoint(old, new, tmp_
     assert drawn(old) == drawn(new) != before
     assert old.update_weights(state(LLM(str(checkpoint(tmp_path, 0)), **OPTIONS)), version="back") == "back"
     assert drawn(old) == before
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_every_tensor_of_an_update_counts(tmp_path, architecture):
+    folder = tiny.save(tmp_path / "model", architecture)
+    llm, generator = LLM(str(folder), **OPTIONS), torch.Generator().manual_seed(5)
+    noisy = {
+        name: value + 0.2 * torch.randn(value.shape, generator=generator)
+        for name, value in llm.engine.weights().items()
+    }
+    llm.update_weights(noisy)
+    safetensors.torch.save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    want = LLM(str(folder), **OPTIONS)
+    assert llm.engine.weight_checksums() == want.engine.weight_checksums()
+    assert scores(llm) == scores(want)
+    assert drawn(llm) == drawn(want)
 
 
 def test_callers_tensors_are_copied(old, new):

@@ -161,5 +161,8 @@ def _layer(settings: Any, module: Any) -> _Layer:
 def _linear(*linears: nn.Linear) -> PackedLinear:
     """One linear layer with the outputs of all, one after the other."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat([bias.data for bias in biases]) if len(biases) > 1 else next(iter(biases), None)
+    bias = torch.cat([bias.data for bias in biases]) if biases else None
+    if bias is not None:
+        for parameter, part in zip(biases, torch.split(bias, [len(each) for each in biases]), strict=True):
+            parameter.data = part  # so that changes of it are followed
     return PackedLinear([linear.weight for linear in linears], bias, sole=True)

@@ -76,7 +76,9 @@ class LMHead:
             return self.logits[rows.repeat_interleave(offsets.diff()), ids]
         states = self._hidden.contiguous()
         compiled = numba_can_read(states, self._weight)
-        index = offsets if compiled else torch.arange(rows.numel()).repeat_interleave(offsets.diff())
+        index = (
+            offsets if compiled else torch.arange(rows.numel(), device=rows.device).repeat_interleave(offsets.diff())
+        )
         exact = pair_logits(
             states,
             rows,
