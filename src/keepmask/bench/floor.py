@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from keepmask.engine.runner import ModelRunner
-from keepmask.kernels.packed_linear import PackedLinear
+from keepmask.kernels.linear import Linear, is_tiled, linear_layer
 
 __all__ = ["Floor"]
 
@@ -27,9 +28,8 @@ class Floor:
 
     def __init__(self, runner: ModelRunner, *, wait: Callable[[], None]) -> None:
         self._runner, self._wait = runner, wait
-        decoder = runner._decoder
-        self._linears = decoder.linears if decoder is not None else _plain(runner)
-        self._linears.append(runner._linear_head)
+        own = runner.linears
+        self._linears = own if len(own) > 1 else [*_plain(runner), *own]
         data = torch.ones(_STREAM_BYTES // 4, dtype=torch.float32, device=runner.device)
         self.bytes_per_s = data.nbytes / min(self._time(data.sum) for _ in range(_REPEATS))
         """Memory bandwidth of reading."""
@@ -43,13 +43,15 @@ class Floor:
     def matrices_s(self, B: int) -> float:
         """Seconds of all matrix products of a step over B rows; the median of several passes."""
         inputs = {
-            width: torch.randn(B, width, dtype=self._runner.dtype, device=self._runner.device)
-            for width in {linear.in_features for linear in self._linears}
+            width: torch.randn(-(-B // 16) * 16, width, dtype=self._runner.dtype, device=self._runner.device)
+            for width in {each.in_features for each in self._linears}
         }
+        if all(is_tiled(each) for each in self._linears):
+            return median(self._time(_in_one_call(self._linears, inputs, B)) for _ in range(_REPEATS))
 
         def products() -> None:
-            for linear in self._linears:
-                linear(inputs[linear.in_features])
+            for each in self._linears:
+                each(inputs[each.in_features][:B])
 
         products()
         return median(self._time(products) for _ in range(_REPEATS))
@@ -66,7 +68,23 @@ class Floor:
         return time.perf_counter() - start
 
 
-def _plain(runner: ModelRunner) -> list[PackedLinear]:
+def _in_one_call(linears: list[Any], inputs: dict[int, Tensor], B: int) -> Callable[[], object]:
+    """The products as one call of compiled code."""
+    from keepmask.kernels.cpu_program import Program
+
+    program, rows = Program(), max(len(each) for each in inputs.values())
+    out = torch.empty(rows, max(each.out_features for each in linears), dtype=torch.bfloat16)
+    for each in linears:
+        each.add_to(program, tokens=inputs[each.in_features].data_ptr(), out=out.data_ptr())
+
+    def run(_out: Tensor = out) -> None:
+        program.run(T=B)
+
+    run()
+    return run
+
+
+def _plain(runner: ModelRunner) -> list[Linear]:
     """The linear layers of a model that runs its own code."""
     modules = [module for module in runner.model.base_model.modules() if isinstance(module, nn.Linear)]
-    return [PackedLinear([module.weight], module.bias) for module in modules]
+    return [linear_layer([module.weight], module.bias) for module in modules]

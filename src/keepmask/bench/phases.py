@@ -12,7 +12,8 @@ from torch import Tensor
 
 from keepmask.engine import attention, decoder
 from keepmask.engine.core import Engine
-from keepmask.kernels.packed_linear import PackedLinear
+from keepmask.engine.runner import ModelRunner
+from keepmask.kernels.linear import Linear
 
 __all__ = ["PHASES", "PhaseClock", "phases_of"]
 
@@ -72,28 +73,50 @@ def phases_of(engine: Engine, clock: PhaseClock) -> Iterator[None]:
     The engine's own parts are wrapped on this one instance. Layers share their attention and matrix products through
     names in modules, which are exchanged meanwhile: no other engine should run.
     """
-    plain, head = PackedLinear.__call__, engine.runner._linear_head
-    timed = clock.wrap(plain, "linear")
-
-    def product(layer: PackedLinear, x: Tensor) -> Tensor:
-        return plain(layer, x) if layer is head else timed(layer, x)
-
+    runner = engine.runner
     with ExitStack() as stack:
         for owner, name, phase in (
             (engine, "add", "scheduling"),
             (engine, "step", "scheduling"),
             (engine, "_accept", "output"),
             (engine, "output", "output"),
-            (engine.runner, "forward", "model"),
-            (engine.runner, "head", "head"),
+            (runner, "head", "head"),
             (engine.sampler, "sample", "sampler"),
             (engine.sampler, "_capture", "capture"),
             (attention, "attend", "attention"),
             (decoder, "attend", "attention"),
         ):
             stack.enter_context(_replaced(owner, name, clock.wrap(getattr(owner, name), phase)))
-        stack.enter_context(_replaced(PackedLinear, "__call__", product))
+        stack.enter_context(_replaced(runner, "forward", _divided(runner, clock)))
+        for kind in {type(linear) for linear in runner.linears}:
+            stack.enter_context(_replaced(kind, "__call__", _product(kind, runner.linear_head, clock)))
         yield
+
+
+def _divided(runner: ModelRunner, clock: PhaseClock) -> Callable[..., Any]:
+    """The runner's forward on the clock, the parts of one that is a single call of compiled code by its own account."""
+    timed = clock.wrap(runner.forward, "model")
+
+    def forward(*args: Any) -> Any:
+        hidden = timed(*args)
+        for phase, seconds in runner.seconds().items():
+            clock.seconds["model"] -= seconds
+            clock.seconds[phase] += seconds
+        return hidden
+
+    return forward
+
+
+def _product(kind: type[Linear], head: Linear, clock: PhaseClock) -> Callable[..., Any]:
+    """The product of a kind of linear layer, on the clock unless it is the head's."""
+    plain = kind.__call__
+    timed = clock.wrap(plain, "linear")
+
+    def product(layer: Linear, x: Tensor) -> Tensor:
+        result: Tensor = plain(layer, x) if layer is head else timed(layer, x)
+        return result
+
+    return product
 
 
 @contextmanager

@@ -7,33 +7,41 @@ of the model's own code: products are merged along their outputs, and values are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepmask.engine.attention import AttentionContext, attend
+from keepmask.kernels import decoder_ops
 from keepmask.kernels.decoder_ops import fastest
-from keepmask.kernels.packed_linear import PackedLinear
+from keepmask.kernels.linear import Linear, is_tiled, linear_layer
+from keepmask.kernels.paged_attention import compiled_for
 
-__all__ = ["Decoder"]
+if TYPE_CHECKING:
+    from keepmask.engine.decoder_program import DecoderProgram
+
+__all__ = ["Decoder", "Layer", "Norm"]
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Norm:
+class Norm:
+    """Root mean square norm."""
+
     weight: Tensor
     eps: float
 
     @classmethod
-    def of(cls, module: Any) -> _Norm:
+    def of(cls, module: Any) -> Norm:
+        """That of a module of transformers."""
         return cls(weight=module.weight, eps=module.variance_epsilon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
+class Layer:
     """The parts of one decoder layer."""
 
     index: int
@@ -42,15 +50,15 @@ class _Layer:
     head_dim: int
     scale: float
     window: int | None
-    attention_norm: _Norm
-    query_key_value: PackedLinear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    output: PackedLinear
-    mlp_norm: _Norm
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    attention_norm: Norm
+    query_key_value: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Linear
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: Any) -> Tensor:
         """The attention's output [T, E] from its normed input [T, E]."""
@@ -68,31 +76,38 @@ class _Layer:
 class Decoder:
     """Computes what `model.base_model` computes, for the models that `of` accepts."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[_Layer]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: list[Layer], max_num_tokens: int) -> None:
         self._base = model.base_model
-        self._layers = layers
-        self._norm = _Norm.of(self._base.norm)
+        self._layers, self._max_num_tokens = layers, max_num_tokens
+        self._norm = Norm.of(self._base.norm)
         first, parameter = layers[0], model.get_input_embeddings().weight
         widths = (parameter.shape[1], first.head_dim, first.gate.out_features)
         self._ops = fastest(parameter.device, parameter.dtype, *widths)
+        self._is_tiled = self._ops is not decoder_ops and all(is_tiled(linear) for linear in self.linears)
+        self._program: DecoderProgram | None = None
+        self._latest: DecoderProgram | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Decoder | None:
+    def of(cls, model: PreTrainedModel, *, max_num_tokens: int) -> Decoder | None:
         """The decoder of a Llama, Mistral, Qwen2 or Qwen3 model; None for any other, or where a part is unusual.
 
-        The weights of its linear layers may be kept for the CPU's kernels only, see `PackedLinear`.
+        The weights of its linear layers may be kept for the CPU's kernels only, see `linear_layer`.
+        max_num_tokens: tokens of a forward that memory is held for.
         """
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
             return None
         modules = list(model.base_model.layers)
         if any(not _is_usual(module) for module in modules):
             return None
-        return cls(model, [_layer(model.config, module) for module in modules])
+        return cls(model, [_layer(model.config, module) for module in modules], max_num_tokens)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states [T, E] of tokens [T] at positions [T]."""
         x = self._base.embed_tokens(input_ids)
         cos, sin = (part[0].contiguous() for part in self._base.rotary_emb(x[None], positions[None]))
+        self._latest = self._program_for(context, x.shape[0])
+        if self._latest is not None:
+            return self._latest(x, cos, sin, context.batch)
         ops, update = self._ops, None
         for layer in self._layers:
             y = self._normed(x, update, layer.attention_norm)
@@ -100,8 +115,15 @@ class Decoder:
             update = layer.down(ops.silu_mul(layer.gate(y), layer.up(y)))
         return self._normed(x, update, self._norm)
 
+    def seconds(self) -> dict[str, float]:
+        """Where the time of the latest forward went, if it was one call of compiled code.
+
+        "linear" and "attention", and "model" for the rest.
+        """
+        return {} if self._latest is None else self._latest.program.seconds()
+
     @property
-    def linears(self) -> list[PackedLinear]:
+    def linears(self) -> list[Linear]:
         """The matrix products of a forward, in order."""
         return [
             linear
@@ -109,7 +131,19 @@ class Decoder:
             for linear in (layer.query_key_value, layer.output, layer.gate, layer.up, layer.down)
         ]
 
-    def _normed(self, x: Tensor, update: Tensor | None, norm: _Norm) -> Tensor:
+    def _program_for(self, context: AttentionContext, num_tokens: int) -> DecoderProgram | None:
+        """The compiled forward over this cache, where all tokens attend one by one and it has room for them."""
+        cache = context.cache
+        if not self._is_tiled or context.batch.spans or compiled_for(cache.layers[0].keys, context.impl) is None:
+            return None
+        if self._program is None or self._program.cache is not cache:
+            # Loads numba, which not every platform has.
+            from keepmask.engine.decoder_program import DecoderProgram
+
+            self._program = DecoderProgram(self._layers, self._norm, cache, self._max_num_tokens)
+        return self._program if num_tokens <= self._program.capacity else None
+
+    def _normed(self, x: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """x after the update, in place, and then normed."""
         normed: Tensor = (
             self._ops.rms_norm(x, norm.weight, norm.eps)
@@ -130,7 +164,7 @@ def _is_usual(module: Any) -> bool:
     )
 
 
-def _layer(settings: Any, module: Any) -> _Layer:
+def _layer(settings: Any, module: Any) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     dim = attention.head_dim
     mistral = (
@@ -138,31 +172,31 @@ def _layer(settings: Any, module: Any) -> _Layer:
     )  # whose attention takes the window from the config, others from the layer
     window = getattr(settings if mistral else attention, "sliding_window", None)
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    query_norm, key_norm = (None if norm is None else _Norm.of(norm) for norm in norms)
-    return _Layer(
+    query_norm, key_norm = (None if norm is None else Norm.of(norm) for norm in norms)
+    return Layer(
         index=attention.layer_idx,
         num_heads=attention.q_proj.out_features // dim,
         num_kv_heads=attention.k_proj.out_features // dim,
         head_dim=dim,
         scale=attention.scaling,
         window=window,
-        attention_norm=_Norm.of(module.input_layernorm),
+        attention_norm=Norm.of(module.input_layernorm),
         query_key_value=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=query_norm,
         key_norm=key_norm,
         output=_linear(attention.o_proj),
-        mlp_norm=_Norm.of(module.post_attention_layernorm),
+        mlp_norm=Norm.of(module.post_attention_layernorm),
         gate=_linear(mlp.gate_proj),
         up=_linear(mlp.up_proj),
         down=_linear(mlp.down_proj),
     )
 
 
-def _linear(*linears: nn.Linear) -> PackedLinear:
+def _linear(*linears: nn.Linear) -> Linear:
     """One linear layer with the outputs of all, one after the other."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat([bias.data for bias in biases]) if biases else None
     if bias is not None:
         for parameter, part in zip(biases, torch.split(bias, [len(each) for each in biases]), strict=True):
             parameter.data = part  # so that changes of it are followed
-    return PackedLinear([linear.weight for linear in linears], bias, sole=True)
+    return linear_layer([each.weight for each in linears], bias, sole=True)

@@ -21,7 +21,7 @@ from keepmask.engine.loading import device_of, dtype_of, load_model
 from keepmask.engine.probe import ModelProbe
 from keepmask.engine.scheduler import BlockCopy, ScheduledChunk
 from keepmask.errors import ConfigError
-from keepmask.kernels.packed_linear import PackedLinear
+from keepmask.kernels.linear import Linear, linear_layer
 from keepmask.kernels.replay_pairs import numba_can_read, pair_logits
 
 __all__ = ["LMHead", "ModelRunner"]
@@ -66,7 +66,7 @@ class LMHead:
     hidden: [B, E]. Satisfies `keepmask.sampling.Head`.
     """
 
-    def __init__(self, hidden: Tensor, linear: PackedLinear, transform: HeadTransform) -> None:
+    def __init__(self, hidden: Tensor, linear: Linear, transform: HeadTransform) -> None:
         self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
         self.logits = transform(linear(hidden))
 
@@ -113,9 +113,9 @@ class ModelRunner:
         self.model = load_model(config, self.device, self.dtype)
         probe = ModelProbe(self.model, config.model)  # before its weights are packed
         settings = self.model.config.get_text_config()
-        self._decoder = Decoder.of(self.model)
+        self._decoder = Decoder.of(self.model, max_num_tokens=config.max_num_batched_tokens)
         head = self.model.get_output_embeddings()
-        self._linear_head = PackedLinear([head.weight], getattr(head, "bias", None))
+        self.linear_head = linear_layer([head.weight], getattr(head, "bias", None))
         _give_back_memory()
         self.vocab_size = int(head.weight.shape[0])
         self._transform = HeadTransform.of(settings)
@@ -164,22 +164,27 @@ class ModelRunner:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> LMHead:
         """The LM head over hidden states [B, E]."""
-        return LMHead(hidden, self._linear_head, self._transform)
+        return LMHead(hidden, self.linear_head, self._transform)
 
     def restore_weights(self) -> None:
         """Give every parameter of the model its values, also where they are kept for the CPU's kernels only."""
-        for linear in self._linears:
+        for linear in self.linears:
             linear.restore()
 
     def refresh(self) -> None:
         """Follow a change of the model's weights; memory that `restore_weights` took is given up."""
-        for linear in self._linears:
+        for linear in self.linears:
             linear.refresh()
         _give_back_memory()
 
+    def seconds(self) -> dict[str, float]:
+        """`Decoder.seconds` of the latest forward."""
+        return self._decoder.seconds() if self._decoder is not None else {}
+
     @property
-    def _linears(self) -> list[PackedLinear]:
-        return [*(self._decoder.linears if self._decoder is not None else ()), self._linear_head]
+    def linears(self) -> list[Linear]:
+        """The matrix products that the runner does itself: those of the layers in order, then the head."""
+        return [*(self._decoder.linears if self._decoder is not None else ()), self.linear_head]
 
 
 def _give_back_memory() -> None:

@@ -17,10 +17,11 @@ from llvmlite import ir
 from numba import carray, cfunc, types
 from torch import Tensor
 
+from keepmask.kernels.cpu_program import Program
 from keepmask.kernels.cpu_team import Kernel
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, pointer, scratch, statement
 
-__all__ = ["BLOCK_SIZE", "decode", "store", "supports"]
+__all__ = ["BLOCK_SIZE", "add_attention", "decode", "heads_an_item", "store", "supports"]
 
 BLOCK_SIZE = LANES
 """Tokens in a block: the lanes of one vector of float32."""
@@ -81,7 +82,7 @@ def decode(
     T, Hq, D = query.shape
     H = keys.shape[1]
     kernel, most = _decode_kernel(D, Hq // H, _type_name(keys.dtype), softcap is not None)
-    heads = _heads_an_item(H, most, T, torch.get_num_threads())
+    heads = _fitting_heads(H, most, T, torch.get_num_threads())
     kernel(
         T * (H // heads),
         T,
@@ -102,9 +103,43 @@ def decode(
     )
 
 
-@cache
-def _heads_an_item(num_heads: int, most: int, num_rows: int, num_threads: int) -> int:
+def add_attention(
+    program: Program,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    merged: int,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    out: int,
+) -> None:
+    """Make `store` and `decode` of `T` tokens steps of a program.
+
+    merged: address of the heads of queries, keys and values of each token, [T, num_heads + 2 Hkv, D]. out: address of
+    [T, num_heads, D]. What the batch decides is given at each run: the addresses "blocks", "offsets", "tables",
+    "chunks" and "lens", "width" (blocks in a row of the tables) and "heads" (`heads_an_item`).
+    """
+    H, D, itemsize = keys.shape[1], keys.shape[2], keys.element_size()
+    stride, cache = (num_heads + 2 * H) * D, (keys.data_ptr(), values.data_ptr())
+    new_keys = merged + num_heads * D * itemsize
+    new = (new_keys, new_keys + H * D * itemsize, stride, stride)
+    program.add("attention", _store_kernel(D, itemsize), "T", H, *cache, *new, "blocks", "offsets")
+    kernel, _ = _decode_kernel(D, num_heads // H, _type_name(keys.dtype), False)
+    shape = ("T", H, "heads", "width", merged, stride)
+    batch = ("tables", "chunks", "lens")
+    program.add("attention", kernel, *shape, *cache, *batch, out, window or 0, _bits(scale), _bits(0.0))
+
+
+def heads_an_item(keys: Tensor, num_heads: int, num_rows: int) -> int:
     """Heads of keys and values that a thread takes at a time: many, which lie together, if enough items are left."""
+    H, D = keys.shape[1], keys.shape[2]
+    _, most = _decode_kernel(D, num_heads // H, _type_name(keys.dtype), False)
+    return _fitting_heads(H, most, num_rows, torch.get_num_threads())
+
+
+@cache
+def _fitting_heads(num_heads: int, most: int, num_rows: int, num_threads: int) -> int:
     fitting = [n for n in range(1, min(most, num_heads) + 1) if num_heads % n == 0]
     return max((n for n in fitting if num_rows * (num_heads // n) >= _ITEMS_A_THREAD * num_threads), default=1)
 

@@ -14,10 +14,21 @@ from llvmlite import ir
 from numba import carray, cfunc, types
 from torch import Tensor
 
+from keepmask.kernels.cpu_program import Program
 from keepmask.kernels.cpu_team import Kernel
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, scratch, statement
 
-__all__ = ["add_rms_norm", "head_rms_norm", "rms_norm", "rotate", "silu_mul", "supports"]
+__all__ = [
+    "add_norm",
+    "add_rms_norm",
+    "add_rotation",
+    "head_rms_norm",
+    "rms_norm",
+    "rotate",
+    "rows_an_item",
+    "silu_mul",
+    "supports",
+]
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _VOID = types.void(types.voidptr)
@@ -69,10 +80,38 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def rows_an_item(num_rows: int) -> int:
+    """Rows a thread takes at a time: several where there are many."""
+    return num_rows // _ITEMS or 1
+
+
+def add_norm(
+    program: Program,
+    weight: Tensor,
+    eps: float,
+    *,
+    x: int | str,
+    out: int | str,
+    stride: int,
+    num_heads: int = 1,
+) -> None:
+    """Make `rms_norm` of `T` rows, or of each of some heads of them, a step of a program.
+
+    stride: items from row to row, of x and out alike. `rows_an_item` of T is given as "rows".
+    """
+    kernel = _norm_kernel(len(weight), weight.dtype, adds=False)
+    program.add("model", kernel, "T", "rows", x, 0, weight.data_ptr(), out, stride, stride, num_heads, _bits(eps))
+
+
+def add_rotation(program: Program, x: int, *, dim: int, dtype: torch.dtype, stride: int, num_heads: int) -> None:
+    """Make `rotate` of some heads of `T` rows by "cos" and "sin" a step of a program. stride: items from row to row."""
+    program.add("model", _rotate_kernel(dim, dtype), "T", "rows", x, "cos", "sin", stride, num_heads)
+
+
 def _run(kernel: Kernel, num_rows: int, *arguments: int) -> None:
-    """Run a kernel over rows, several an item of work where there are many."""
-    rows_an_item = num_rows // _ITEMS or 1
-    kernel(-(-num_rows // rows_an_item), num_rows, rows_an_item, *arguments)
+    """Run a kernel over rows."""
+    rows = rows_an_item(num_rows)
+    kernel(-(-num_rows // rows), num_rows, rows, *arguments)
 
 
 @cache
@@ -222,7 +261,6 @@ def _activate(dtype: str) -> Any:
     def emit(b: Any, args: list[Any]) -> None:
         v = Vectors(b, dtype)
         gate, up = (v.load_items(v.pointer(arg, v.item), 0) for arg in args[:2])
-        silu = b.fdiv(gate, b.fadd(v.real(1.0), v.exp(b.fneg(gate))))
-        v.store_items(b.fmul(v.rounded(silu), up), v.pointer(args[2], v.item), 0)
+        v.store_items(b.fmul(v.rounded(v.silu(gate)), up), v.pointer(args[2], v.item), 0)
 
     return statement(emit)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "address"]
+__all__ = ["Kernel", "address", "size_address"]
 
 
 class Kernel:
@@ -25,11 +25,11 @@ class Kernel:
     it does not matter how many threads come.
     """
 
-    __slots__ = ("_address", "_array", "_function")
+    __slots__ = ("_array", "_function", "address")
 
     def __init__(self, function: Any, num_arguments: int) -> None:
         self._function = function  # owns the code
-        self._address: int = function.address
+        self.address: int = function.address
         self._array = ctypes.c_int64 * (1 + num_arguments)
 
     def __call__(self, num_items: int, *arguments: int) -> None:
@@ -37,13 +37,23 @@ class Kernel:
 
         num_items: pieces of work; no more threads than that are asked for.
         """
-        _team()(self._address, self._array(0, *arguments), min(num_items, torch.get_num_threads()))
+        _team()(self.address, self._array(0, *arguments), min(num_items, torch.get_num_threads()))
 
 
 def address() -> int:
     """Where `GOMP_parallel(void function(void *), void *data, unsigned num_threads, unsigned flags)` is; 0: nowhere."""
+    return _address_of("GOMP_parallel")
+
+
+def size_address() -> int:
+    """Where `int omp_get_num_threads(void)` is, which says in a function of the team how many came; 0: nowhere."""
+    return _address_of("omp_get_num_threads")
+
+
+@cache
+def _address_of(name: str) -> int:
     library = _library()
-    return 0 if library is None else ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    return 0 if library is None else ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 @cache

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "Vectors", "next_item", "pointer", "scratch", "statement"]
+__all__ = ["LANES", "BFloat16", "Vectors", "next_item", "pointer", "scratch", "statement"]
 
 LANES = 16
 """Values in a vector."""
@@ -22,7 +22,7 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF, _VI, _VH = (ir.VectorType(item, LANES) for item in (_F32, _I32, ir.IntType(16)))
 
 
-class _BFloat16(ir.types.Type):  # type: ignore[misc]
+class BFloat16(ir.types.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not name."""
 
     def _to_string(self) -> str:
@@ -162,13 +162,22 @@ class Vectors:
             value = self._bfloat16_bits(value)
         self.store(value, base, index)
 
+    def splat_item(self, base: Any, index: int) -> Any:
+        """base[index], a bfloat16, as float32 in every lane."""
+        bits = self.b.zext(self.b.load(self.at(base, index)), _I32)
+        return self.splat(self.b.bitcast(self.b.shl(bits, ir.Constant(_I32, 16)), _F32))
+
+    def silu(self, x: Any) -> Any:
+        """x / (1 + exp(-x))."""
+        return self.b.fdiv(x, self.b.fadd(self.real(1.0), self.exp(self.b.fneg(x))))
+
     def _widened(self, bits: Any) -> Any:
         """16 bfloat16 in the bits of int16 as float32."""
         return self.b.bitcast(self.b.shl(self.b.zext(bits, _VI), self.whole(16)), _VF)
 
     def _bfloat16_bits(self, value: Any) -> Any:
         """16 float32 as bfloat16, rounded to nearest even, in the bits of 16 int16."""
-        return self.b.bitcast(self.b.fptrunc(value, ir.VectorType(_BFloat16(), LANES)), _VH)
+        return self.b.bitcast(self.b.fptrunc(value, ir.VectorType(BFloat16(), LANES)), _VH)
 
     def real(self, value: float) -> Any:
         """A vector of this constant."""
@@ -233,9 +242,9 @@ class Vectors:
             x = combine(low, high)
         return self.b.extract_element(x, ir.Constant(_I32, 0))
 
-    def prefetch(self, address: Any, offset_bytes: int) -> None:
-        """Start reading the cache line there."""
+    def prefetch(self, address: Any, offset_bytes: int, *, level: int = 1) -> None:
+        """Start reading the cache line there, into the first cache or only the second."""
         b, byte = self.b, ir.IntType(8).as_pointer()
         fetch = self.external("llvm.prefetch.p0", ir.VoidType(), byte, _I32, _I32, _I32)
         where = b.inttoptr(b.add(address, ir.Constant(_I64, offset_bytes)), byte)
-        b.call(fetch, [where, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        b.call(fetch, [where, ir.Constant(_I32, 0), ir.Constant(_I32, 4 - level), ir.Constant(_I32, 1)])
