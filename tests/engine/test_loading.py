@@ -218,8 +218,9 @@ def test_tied_heads_are_not_missing(tmp_path):
 
 
 def test_names_of_packaged_models_lead_to_their_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("keepmask.models.bundled.path", lambda name: tmp_path / name)
-    assert checkpoint("smollm2-135m") == str(tmp_path / "smollm2-135m")
+    monkeypatch.setattr("keepmask.models.bundled.path", lambda name, dtype: tmp_path / f"{name}-{dtype}")
+    assert checkpoint("smollm2-135m") == str(tmp_path / "smollm2-135m-float32")
+    assert checkpoint("smollm2-135m", torch.bfloat16) == str(tmp_path / "smollm2-135m-bfloat16")
     assert checkpoint("org/model") == "org/model"
 
 

@@ -138,14 +138,10 @@ def test_changes_in_place_are_followed():
 
 
 @tiles
-def test_weights_that_lie_badly_are_moved_once():
-    memory = noise(64 * 64 + 8)
-    parameter = torch.nn.Parameter(memory[1:4097].view(64, 64), requires_grad=False)
-    before, x = parameter.clone(), noise(2, 64, seed=1)
-    linear = TiledLinear([parameter], None)
-    assert parameter.data_ptr() % 64 == 0
-    assert torch.equal(parameter, before)
-    close(linear(x), x.double() @ before.double().T, 64)
+def test_weights_may_lie_anywhere():
+    memory, x = noise(64 * 64 + 8), noise(2, 64, seed=1)
+    weight = memory[1:4097].view(64, 64)
+    assert torch.equal(TiledLinear([weight], None)(x), TiledLinear([weight.clone()], None)(x))
 
 
 @tiles
@@ -162,8 +158,13 @@ def test_infinite_and_missing_numbers_stay_in_their_row():
 
 @pytest.mark.parametrize(
     "weight",
-    [torch.ones(64, 64), torch.ones(64, 48, dtype=torch.bfloat16), torch.ones(40, 64, dtype=torch.bfloat16)],
-    ids=["float32", "inputs", "outputs"],
+    [
+        torch.ones(64, 64),
+        torch.ones(64, 48, dtype=torch.bfloat16),
+        torch.ones(40, 64, dtype=torch.bfloat16),
+        torch.ones(64, 64, dtype=torch.bfloat16).T,
+    ],
+    ids=["float32", "inputs", "outputs", "columns"],
 )
 def test_other_types_and_sizes_are_left_to_other_layers(weight):
     assert not supports(weight)

@@ -138,6 +138,25 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_remedy(conversions, 
     assert conversions == []
 
 
+def test_a_rounded_checkpoint_is_made_from_the_whole_one_and_kept_beside_it(conversions, monkeypatch, tmp_path):
+    sources = []
+
+    def rounded(folder, dtype):
+        sources.append((folder, dtype))
+        return Part("model.safetensors", "rounded"), Part("tokenizer.json")
+
+    monkeypatch.setattr(bundled, "_rounded", rounded)
+    whole = tmp_path / "models" / FOLDER
+    for _ in range(2):
+        folder = bundled.path(NAME, dtype="bfloat16", cache=tmp_path)
+        assert folder == tmp_path / "models" / f"{FOLDER}-bfloat16"
+        assert (folder / "model.safetensors").read_text() == "rounded"
+        assert bundled.path(NAME, cache=tmp_path) == whole
+    assert sources == [(whole, "bfloat16")]
+    assert len(conversions) == 1
+    assert names(whole) == names(folder)
+
+
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="model 'smollm': packaged models are smollm2-135m"):
         bundled.path("smollm")

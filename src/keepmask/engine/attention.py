@@ -6,9 +6,11 @@ query see its own sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,11 +63,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """Zeroed blocks for layers of these (Hkv, D)."""
+        """Zeroed blocks for layers of these (Hkv, D); on a CPU a block takes memory once it is written."""
         layers = [
             LayerCache(
-                torch.zeros(num_blocks, heads, dim, block_size, dtype=dtype, device=device),
-                torch.zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device),
+                _zeros(num_blocks, heads, dim, block_size, dtype=dtype, device=device),
+                _zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device),
             )
             for heads, dim in shapes
         ]
@@ -81,6 +83,13 @@ class KVCache:
         for layer in self.layers:
             layer.keys[targets] = layer.keys[sources]
             layer.values[targets] = layer.values[sources]
+
+
+def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`, whose memory on a CPU the system gives page by page at the first write, not all of it now."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,18 @@ __all__ = [
 
 _LEGAL = f"give a checkpoint folder, a Hugging Face hub id, or a packaged model: {', '.join(bundled.NAMES)}"
 
+_LINE_BYTES = 64
+
 _MAX_LISTED = 4  # missing weights named in one error
 
 
-def checkpoint(name: str) -> str:
-    """Folder or hub id to load `name` from; packaged models are converted on first use.
+def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> str:
+    """Folder or hub id to load `name` from; packaged models are converted on first use, to this type.
 
     Raises ConfigError for a path to no folder.
     """
     if name in bundled.NAMES:
-        return str(bundled.path(name))
+        return str(bundled.path(name, dtype=str(dtype).removeprefix("torch.")))
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -66,7 +68,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
     Raises ConfigError naming the model when it cannot be loaded or does not support the attention interface.
     """
     attention.register()
-    source = checkpoint(config.model)
+    source = checkpoint(config.model, dtype)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     try:
         settings = AutoConfig.from_pretrained(source, **options)
@@ -94,14 +96,23 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
         )
     if model.get_output_embeddings() is None:
         raise ConfigError(f"model {config.model!r} ({settings.model_type}): has no language-model head")
-    return model.eval().requires_grad_(requires_grad=False).to(device)
+    model = model.eval().requires_grad_(requires_grad=False).to(device)
+    _align(model)
+    return model
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move weights that do not start at a cache line, which also frees them of a file that they may be mapped from."""
+    for parameter in model.parameters():
+        if parameter.data_ptr() % _LINE_BYTES:
+            parameter.data = parameter.data.clone()
 
 
 def load_tokenizer(config: EngineConfig) -> Any | None:
     """The tokenizer, or None with skip_tokenizer_init. Raises ConfigError when it cannot be loaded."""
     if config.skip_tokenizer_init:
         return None
-    source = checkpoint(config.tokenizer or config.model)
+    source = checkpoint(config.tokenizer or config.model, dtype_of(config, device_of(config)))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:

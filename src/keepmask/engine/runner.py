@@ -116,7 +116,6 @@ class ModelRunner:
         self._decoder = Decoder.of(self.model, max_num_tokens=config.max_num_batched_tokens)
         head = self.model.get_output_embeddings()
         self.linear_head = linear_layer([head.weight], getattr(head, "bias", None))
-        _give_back_memory()
         self.vocab_size = int(head.weight.shape[0])
         self._transform = HeadTransform.of(settings)
         self.max_model_len = _max_model_len(config, settings)
@@ -138,6 +137,7 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.kv_cache_bytes = num_blocks * block_bytes
         probe.check(self)
+        _give_back_memory()
 
     def lay_out(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         """The batch of one forward over these chunks."""

@@ -42,7 +42,8 @@ _Ending = Literal["rows", "adds", "gated"]
 def supports(weight: Tensor) -> bool:
     """Whether a weight [out, in] can be multiplied with here."""
     whole = all(size % (2 * LANES) == 0 for size in weight.shape)
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and whole and available()
+    kind = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    return kind and whole and available()
 
 
 def padded(num_tokens: int) -> int:
@@ -62,8 +63,6 @@ class TiledLinear:
             if not supports(parameter):
                 shape = list(parameter.shape)
                 raise ValueError(f"weight {shape} {parameter.dtype}: matrix tiles cannot take it here")
-            if parameter.data_ptr() % 64 or not parameter.is_contiguous():
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self.parameters, self.bias = list(parameters), bias
         self.out_features = sum(parameter.shape[0] for parameter in parameters)
         self.in_features = int(parameters[0].shape[1])

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,30 +49,32 @@ NAMES = tuple(_PACKAGES)
 """The model names that `path` knows."""
 
 
-def path(name: str, *, cache: Path | None = None) -> Path:
+def path(name: str, *, dtype: str = "float32", cache: Path | None = None) -> Path:
     """Folder of the packaged model's checkpoint; converted on first use, and again when a file of it is damaged.
 
-    cache: folder to keep checkpoints in; the user's cache folder by default. The folder appears whole or not at all,
-    also when several processes convert at once. Raises ConfigError for an unknown name, a missing package, or a cache
+    dtype: "float32", which the weights have once they are no longer quantised; "bfloat16" or "float16" are those rounded,
+    as loading them in that type would. cache: folder to keep checkpoints in; the user's cache folder by default. The
+    folder appears whole or not at all, also when several processes convert at once. Raises ConfigError for an unknown name, a missing package, or a cache
     folder that cannot be written.
     """
     if name not in _PACKAGES:
         raise ConfigError(f"model {name!r}: packaged models are {', '.join(NAMES)}")
-    folder = (cache or cache_dir()) / "models" / f"{name}-v{_CONVERSION}"
+    whole = dtype == "float32"
+    folder = (cache or cache_dir()) / "models" / f"{name}-v{_CONVERSION}{'' if whole else f'-{dtype}'}"
     if _is_whole(folder):
         return folder
-    source = _weights_file(name)
+    source = _weights_file(name) if whole else path(name, cache=cache)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(folder.with_suffix(".lock")) as alone:
             if not _is_whole(folder):
                 if alone:
                     _remove_leftovers(folder)
-                _make(name, source, folder)
+                _make(lambda: _read(name, source) if whole else _rounded(source, dtype), folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"model {name!r}: cannot write its checkpoint (about 550 MB) to {folder}: {reason}; "
+            f"model {name!r}: cannot write its checkpoint (about {550 if whole else 280} MB) to {folder}: {reason}; "
             "free space there or set XDG_CACHE_HOME to another folder"
         ) from error
     return folder
@@ -98,11 +100,11 @@ def _remove_leftovers(folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _make(name: str, source: Path, folder: Path) -> None:
+def _make(read: Callable[[], tuple[Any, Any]], folder: Path) -> None:
     """Convert into a folder beside the final one, checksum it, and put it in place by one rename."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "checkpoint"
-        for part in _read(name, source):
+        for part in read():
             part.save_pretrained(fresh)
         sums = {file.name: _sha256(file) for file in sorted(fresh.iterdir())}
         (fresh / _CHECKSUMS).write_text(json.dumps({"stamps": _stamps(fresh), "sha256": sums}, indent=1))
@@ -133,6 +135,15 @@ def _read(name: str, source: Path) -> tuple[Any, Any]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
+
+
+def _rounded(folder: Path, dtype: str) -> tuple[Any, Any]:
+    """The model of a converted checkpoint in another type, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _is_whole(folder: Path) -> bool:
