@@ -6,17 +6,16 @@ query see its own sequence.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from keepmask.engine.batch import ChunkSpan, ForwardBatch
+from keepmask.engine.memory import zeros
 from keepmask.errors import ConfigError
 from keepmask.kernels.paged_attention import AttentionImpl, compiled_for, decode_attention, store_tokens
 
@@ -66,8 +65,8 @@ class KVCache:
         """Zeroed blocks for layers of these (Hkv, D); on a CPU a block takes memory once it is written."""
         layers = [
             LayerCache(
-                _zeros(num_blocks, heads, dim, block_size, dtype=dtype, device=device),
-                _zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device),
+                zeros(num_blocks, heads, dim, block_size, dtype=dtype, device=device),
+                zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device),
             )
             for heads, dim in shapes
         ]
@@ -83,13 +82,6 @@ class KVCache:
         for layer in self.layers:
             layer.keys[targets] = layer.keys[sources]
             layer.values[targets] = layer.values[sources]
-
-
-def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`, whose memory on a CPU the system gives page by page at the first write, not all of it now."""
-    if device.type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

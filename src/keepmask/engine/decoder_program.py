@@ -57,6 +57,7 @@ class DecoderProgram:
         self.program.run(
             T=T,
             rows=cpu_decoder.rows_an_item(T),
+            stored=cpu_attention.tokens_an_item(T),
             heads=cpu_attention.heads_an_item(self.cache.layers[0].keys, self._num_heads, T),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),

@@ -21,13 +21,14 @@ from keepmask.kernels.cpu_program import Program
 from keepmask.kernels.cpu_team import Kernel
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, pointer, scratch, statement
 
-__all__ = ["BLOCK_SIZE", "add_attention", "decode", "heads_an_item", "store", "supports"]
+__all__ = ["BLOCK_SIZE", "add_attention", "decode", "heads_an_item", "store", "supports", "tokens_an_item"]
 
 BLOCK_SIZE = LANES
 """Tokens in a block: the lanes of one vector of float32."""
 
 _AHEAD = 2  # blocks of a head that are being fetched while one is used
 _ITEMS_A_THREAD = 4
+_ITEMS_OF_TOKENS = 16
 _STATE_FLOATS = 4096  # of the heads of an item: a third of a core's first cache
 _MAX_ACCUMULATORS = 16  # vectors of output held in registers at once; AVX-512 has 32 registers
 
@@ -49,9 +50,11 @@ def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, bl
     """`kernels.paged_attention.store_tokens` for what `supports` admits."""
     new_keys, new_values = _rows(new_keys), _rows(new_values)
     T, H, D = new_keys.shape
+    tokens = tokens_an_item(T)
     _store_kernel(D, keys.element_size())(
+        -(-T // tokens),
         T,
-        T,
+        tokens,
         H,
         keys.data_ptr(),
         values.data_ptr(),
@@ -118,17 +121,23 @@ def add_attention(
 
     merged: address of the heads of queries, keys and values of each token, [T, num_heads + 2 Hkv, D]. out: address of
     [T, num_heads, D]. What the batch decides is given at each run: the addresses "blocks", "offsets", "tables",
-    "chunks" and "lens", "width" (blocks in a row of the tables) and "heads" (`heads_an_item`).
+    "chunks" and "lens", "width" (blocks in a row of the tables), "stored" (`tokens_an_item`) and "heads"
+    (`heads_an_item`).
     """
     H, D, itemsize = keys.shape[1], keys.shape[2], keys.element_size()
     stride, cache = (num_heads + 2 * H) * D, (keys.data_ptr(), values.data_ptr())
     new_keys = merged + num_heads * D * itemsize
     new = (new_keys, new_keys + H * D * itemsize, stride, stride)
-    program.add("attention", _store_kernel(D, itemsize), "T", H, *cache, *new, "blocks", "offsets")
+    program.add("attention", _store_kernel(D, itemsize), "T", "stored", H, *cache, *new, "blocks", "offsets")
     kernel, _ = _decode_kernel(D, num_heads // H, _type_name(keys.dtype), False)
     shape = ("T", H, "heads", "width", merged, stride)
     batch = ("tables", "chunks", "lens")
     program.add("attention", kernel, *shape, *cache, *batch, out, window or 0, _bits(scale), _bits(0.0))
+
+
+def tokens_an_item(num_tokens: int) -> int:
+    """Tokens that a thread stores at a time: where there are many, those of a block are together."""
+    return max(1, num_tokens // _ITEMS_OF_TOKENS)
 
 
 def heads_an_item(keys: Tensor, num_heads: int, num_rows: int) -> int:
@@ -165,24 +174,26 @@ def _store_kernel(dim: int, itemsize: int) -> Kernel:
 
     @cfunc(types.void(types.voidptr), nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        a = carray(data, (11,), np.int64)
-        T, H = a[1], a[2]
-        new_keys, new_values = carray(pointer(a[5]), (T * a[7],), item), carray(pointer(a[6]), (T * a[8],), item)
-        blocks, offsets = carray(pointer(a[9]), (T,), np.int64), carray(pointer(a[10]), (T,), np.int64)
+        a = carray(data, (12,), np.int64)
+        T, tokens, H = a[1], a[2], a[3]
+        new_keys, new_values = carray(pointer(a[6]), (T * a[8],), item), carray(pointer(a[7]), (T * a[9],), item)
+        blocks, offsets = carray(pointer(a[10]), (T,), np.int64), carray(pointer(a[11]), (T,), np.int64)
         while True:
-            t = next_item(data)
-            if t >= T:
+            start = next_item(data) * tokens
+            if start >= T:
                 break
-            offset = offsets[t]
-            for h in range(H):
-                at = (blocks[t] * H + h) * D * BLOCK_SIZE * itemsize
-                k = carray(pointer(a[3] + at), (D, BLOCK_SIZE), item)
-                v = carray(pointer(a[4] + at), (BLOCK_SIZE, D), item)
-                for d in range(D):
-                    k[d, offset] = new_keys[t * a[7] + h * D + d]
-                    v[offset, d] = new_values[t * a[8] + h * D + d]
+            for t in range(start, min(start + tokens, T)):
+                offset = offsets[t]
+                for h in range(H):
+                    at = (blocks[t] * H + h) * D * BLOCK_SIZE * itemsize
+                    k = carray(pointer(a[4] + at), (D, BLOCK_SIZE), item)
+                    v = carray(pointer(a[5] + at), (BLOCK_SIZE, D), item)
+                    for d in range(D):
+                        k[d, offset] = new_keys[t * a[8] + h * D + d]
+                    for d in range(D):
+                        v[offset, d] = new_values[t * a[9] + h * D + d]
 
-    return Kernel(kernel, 10)
+    return Kernel(kernel, 11)
 
 
 @cache

@@ -53,9 +53,9 @@ def path(name: str, *, dtype: str = "float32", cache: Path | None = None) -> Pat
     """Folder of the packaged model's checkpoint; converted on first use, and again when a file of it is damaged.
 
     dtype: "float32", which the weights have once they are no longer quantised; "bfloat16" or "float16" are those
-    rounded, as loading them in that type would. cache: folder to keep checkpoints in; the user's cache folder by default.
-    The folder appears whole or not at all, also when several processes convert at once. Raises ConfigError for an
-    unknown name, a missing package, or a cache folder that cannot be written.
+    rounded, as loading them in that type would. cache: folder to keep checkpoints in; the user's cache folder by
+    default. The folder appears whole or not at all, also when several processes convert at once. Raises ConfigError for
+    an unknown name, a missing package, or a cache folder that cannot be written.
     """
     if name not in _PACKAGES:
         raise ConfigError(f"model {name!r}: packaged models are {', '.join(NAMES)}")
