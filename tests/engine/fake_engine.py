@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from keepmask.engine.kvcache import BlockPool, prefix_hashes
 from keepmask.engine.request import Completion, Request, State
 from keepmask.engine.scheduler import Scheduler
+from keepmask.params import SamplingParams
 
 ROW = SimpleNamespace(append=lambda _token_id: None)
 
@@ -30,7 +31,8 @@ class FakeEngine:
 
     def add(self, prompt, lengths, make=Completion):
         """A request with one completion for each of `lengths`."""
-        request = Request(request_id=str(len(self.requests)), prompt_token_ids=list(prompt), params=None, seed=0)
+        params = SamplingParams(max_tokens=max(lengths))
+        request = Request(request_id=str(len(self.requests)), prompt_token_ids=list(prompt), params=params, seed=0)
         for index, length in enumerate(lengths):
             completion = make(request=request, index=index, row=ROW)
             self.lengths[completion] = min(length, self.max_model_len - len(prompt))

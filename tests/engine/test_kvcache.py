@@ -20,7 +20,8 @@ def test_references_add_up_and_a_found_block_still_holds_what_was_registered(num
     for action, choice in steps:
         owned = sorted(held.elements())
         if action == "take" and pool.num_free:
-            (block,) = pool.take(1)
+            after, room = choice % num_blocks, choice // num_blocks % 4
+            (block,) = pool.take(1, after=after, room=room) if choice % 2 else pool.take(1)
             assert not held[block]
             held[block] = 1
             content.pop(block, None)
@@ -59,6 +60,44 @@ def test_blocks_without_a_known_prefix_are_used_first_then_those_freed_longest_a
     pool.release([blocks[0], blocks[2]])  # of one sequence: its end is given away before its beginning
     pool.release(blocks[3:])
     assert pool.take(4) == [blocks[3], blocks[1], blocks[2], blocks[0]]
+
+
+def test_a_sequence_grows_into_its_neighbours_while_there_are_other_blocks():
+    pool = BlockPool(12, 1)
+    first, second = pool.take(2, room=3), pool.take(1, room=2)
+    for _ in range(2):
+        first += pool.take(1, after=first[-1])
+        second += pool.take(1, after=second[-1])
+    assert first == [0, 1, 2, 3]
+    assert second == [5, 6, 7]
+    assert pool.take(5, after=first[-1]) == [4, 8, 9, 10, 11]
+
+
+def test_room_is_given_to_others_when_there_is_nothing_else():
+    pool = BlockPool(4, 1)
+    assert pool.take(1, room=100) == [0]
+    assert pool.take(3) == [1, 2, 3]
+
+
+def test_neighbours_that_are_still_findable_are_kept():
+    pool = BlockPool(4, 1)
+    first, second, *_ = pool.take(3)
+    pool.register(second, b"x")
+    pool.release([second])
+    assert pool.take(1, after=first) == [3]
+    assert pool.find([b"x"]) == [second]
+
+
+def test_forgetting_everything_puts_the_blocks_in_order_again():
+    pool = BlockPool(6, 1)
+    blocks = pool.take(6)
+    for block in (3, 1):
+        pool.register(block, bytes([block]))
+    for block in (4, 3, 0, 1, 2):
+        pool.release([block])
+    pool.forget_all()
+    assert pool.take(5) == [0, 1, 2, 3, 4]
+    assert blocks == [0, 1, 2, 3, 4, 5]
 
 
 def test_find_stops_at_the_first_block_that_is_not_there():

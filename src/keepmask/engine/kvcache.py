@@ -11,25 +11,30 @@ import numpy as np
 __all__ = ["BlockPool", "prefix_hashes"]
 
 
+_MOST_ROOM = 32  # blocks kept for a sequence: long runs of neighbours, and yet little memory is spread out
+
+
 class BlockPool:
     """Reference-counted blocks of `block_size` tokens each. Holds no tensors.
 
     A full block whose content is known can be registered under a hash. When its last owner frees it, it stays
-    findable until the block is needed for something else; least recently freed blocks go first.
+    findable until no other block is free; least recently freed blocks go first. Blocks of a sequence are neighbours
+    where possible, because memory is read faster in its order.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # free, not registered
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free and registered
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that can be taken now, registered ones included."""
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
 
     def is_free(self, block: int) -> bool:
         """Whether nobody holds the block."""
@@ -39,22 +44,31 @@ class BlockPool:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; their earlier content is forgotten."""
-        assert count <= len(self._free)
+    def take(self, count: int, *, after: int | None = None, room: int = 0) -> list[int]:
+        """`count` blocks with one reference each; their earlier content is forgotten.
+
+        after: the block that they continue. room: blocks that may be asked for next; the neighbours are left to that as
+        long as there are others.
+        """
+        assert count <= self.num_free
         blocks = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            self._forget(block)
-            self._references[block] = 1
-            blocks.append(block)
+            after = self._next(after)
+            self._forget(after)
+            self._references[after] = 1
+            blocks.append(after)
+        if after is not None:
+            for neighbour in range(after + 1, after + 1 + min(room, _MOST_ROOM)):
+                if neighbour in self._empty:
+                    self._empty.move_to_end(neighbour)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, reviving those that lie free."""
         for block in blocks:
             self._references[block] += 1
-            self._free.pop(block, None)
+            self._empty.pop(block, None)
+            self._cached.pop(block, None)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a reference to each block. The last blocks of a sequence are the first to be used again."""
@@ -62,9 +76,11 @@ class BlockPool:
             self._references[block] -= 1
             assert self._references[block] >= 0
             if self._references[block] == 0:
-                self._free[block] = None
-                if block not in self._hash_of:
-                    self._free.move_to_end(block, last=False)
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._empty[block] = None
+                    self._empty.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Let the full block be found under its hash; the first block with a hash keeps it."""
@@ -85,6 +101,16 @@ class BlockPool:
         """No registered block will be found again (the weights changed)."""
         self._hash_of.clear()
         self._block_of.clear()
+        self._empty = OrderedDict.fromkeys(sorted([*self._empty, *self._cached]))
+        self._cached.clear()
+
+    def _next(self, after: int | None) -> int:
+        """A free block, no longer listed: the neighbour if it is empty, else any empty one, else the least recent."""
+        if after is not None and after + 1 in self._empty:
+            del self._empty[after + 1]
+            return after + 1
+        block, _ = (self._empty or self._cached).popitem(last=False)
+        return block
 
     def _forget(self, block: int) -> None:
         if (block_hash := self._hash_of.pop(block, None)) is not None:

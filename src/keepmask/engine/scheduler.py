@@ -135,7 +135,7 @@ class Scheduler:
             if victim is completion:
                 return False
         if missing > 0:
-            completion.blocks += self.pool.take(missing)
+            completion.blocks += self._take(completion, missing, after=completion.blocks[-1])
         return True
 
     def _admit(self, plan: Schedule, budget: int) -> None:
@@ -164,12 +164,18 @@ class Scheduler:
         if missing + revived > self.pool.num_free:
             return False
         self.pool.share(cached)
-        completion.blocks = cached + self.pool.take(missing)
+        completion.blocks = cached + self._take(completion, missing, after=cached[-1] if cached else None)
         completion.num_computed = len(cached) * self.pool.block_size
         completion.num_registered = len(cached)
         if not completion.token_ids and completion.index == 0:
             completion.request.num_cached_tokens = completion.num_computed
         return True
+
+    def _take(self, completion: Completion, count: int, *, after: int | None = None) -> list[int]:
+        """Blocks for a completion, near what it may still need."""
+        request = completion.request
+        most = self.pool.blocks_for(len(request.prompt_token_ids) + (request.params.max_tokens or 0))
+        return self.pool.take(count, after=after, room=most - len(completion.blocks) - count)
 
     def _donor(self, completion: Completion) -> Completion | None:
         """A running sibling whose prompt is computed."""
@@ -188,7 +194,7 @@ class Scheduler:
         last = len(completion.request.prompt_token_ids) - 1
         shared = donor.blocks[: last // self.pool.block_size]
         self.pool.share(shared)
-        (own,) = self.pool.take(1)
+        (own,) = self._take(completion, 1)
         plan.copies.append(BlockCopy(donor.blocks[len(shared)], own))
         completion.blocks = [*shared, own]
         completion.num_computed = last
