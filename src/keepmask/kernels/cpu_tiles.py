@@ -8,9 +8,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import llvmlite.binding
@@ -18,7 +16,7 @@ from llvmlite import ir
 
 from keepmask.kernels.cpu_vectors import LANES, BFloat16, Vectors, statement
 
-__all__ = ["TILE_BYTES", "Tiles", "available", "configured", "release"]
+__all__ = ["TILE_BYTES", "Tiles", "available", "configure", "release"]
 
 TILE_BYTES = 1024
 
@@ -62,20 +60,6 @@ class Tiles(Vectors):
         """total[i, j] += Σ_k left[i, 2k] right[k, 2j] + left[i, 2k+1] right[k, 2j+1], over 16 k."""
         self._do("tdpbf16ps", _I8(total), _I8(left), _I8(right))
 
-    def least(self, x: Any, y: Any) -> Any:
-        """The smaller of two int64."""
-        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
-
-    def larger(self, x: Any, y: Any) -> Any:
-        """The larger of two vectors, lane by lane."""
-        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
-
-    def combined(self, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-        """All of them in one, in pairs."""
-        while len(vectors) > 1:
-            vectors = [combine(*vectors[at : at + 2]) for at in range(0, len(vectors), 2)]
-        return vectors[0]
-
     def pairs(self, even: Any, odd: Any) -> Any:
         """Two vectors rounded to bfloat16, item by item in turn: 16 pairs, each in the bits of a float32."""
         kind = ir.VectorType(BFloat16(), 2 * LANES)
@@ -112,27 +96,21 @@ class Tiles(Vectors):
         self.b.call(self.external(f"llvm.x86.{name}", ir.VoidType(), *kinds), arguments)
 
 
-def configured(shapes: Mapping[int, tuple[int, int]] = MappingProxyType({})) -> Any:
-    """For compiled code, `configure((scratch,))`: make this thread's tiles usable. scratch: address of 64 free bytes.
-
-    shapes: rows and bytes of a row of the tiles that are not whole. Raises RuntimeError where there are no tiles.
-    """
+def _configure(b: Any, args: list[Any]) -> None:
     if not available():
         raise RuntimeError("this process has no matrix tiles")
+    place = b.inttoptr(args[0], _POINTER)
+    for offset in range(_PALETTE_BYTES):
+        b.store(_I8(0), b.gep(place, [_I64(offset)]))
+    b.store(_I8(1), place)  # the palette
+    for tile in range(_NUM_TILES):
+        b.store(_I16(_ROW_BYTES), b.bitcast(b.gep(place, [_I64(16 + 2 * tile)]), _I16.as_pointer()))
+        b.store(_I8(LANES), b.gep(place, [_I64(48 + tile)]))
+    Tiles(b)._do("ldtilecfg", place)
 
-    def configure(b: Any, args: list[Any]) -> None:
-        place = b.inttoptr(args[0], _POINTER)
-        for offset in range(_PALETTE_BYTES):
-            b.store(_I8(0), b.gep(place, [_I64(offset)]))
-        b.store(_I8(1), place)  # the palette
-        for tile in range(_NUM_TILES):
-            rows, row_bytes = shapes.get(tile, (LANES, _ROW_BYTES))
-            b.store(_I16(row_bytes), b.bitcast(b.gep(place, [_I64(16 + 2 * tile)]), _I16.as_pointer()))
-            b.store(_I8(rows), b.gep(place, [_I64(48 + tile)]))
-        Tiles(b)._do("ldtilecfg", place)
 
-    return statement(configure)
-
+configure = statement(_configure)
+"""For compiled code, `configure((scratch,))`: make this thread's tiles usable. scratch: address of 64 free bytes."""
 
 release = statement(lambda b, _args: Tiles(b)._do("tilerelease"))
 """For compiled code, `release((0,))`: this thread is done with its tiles."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keepmask.kernels.cpu_program import Program
 from keepmask.kernels.cpu_team import Kernel
-from keepmask.kernels.cpu_tiles import TILE_BYTES, Tiles, available, configured, release
+from keepmask.kernels.cpu_tiles import TILE_BYTES, Tiles, available, configure, release
 from keepmask.kernels.cpu_vectors import LANES, next_item, scratch, statement
 
 __all__ = ["Place", "TiledLinear", "add_gated", "add_layout", "padded", "supports"]
@@ -186,7 +186,7 @@ def _lay_out(b: Any, args: list[Any]) -> None:
 @cache
 def _product_kernel(ending: _Ending, *, biased: bool) -> Kernel:
     """The product of panels of 32 rows of weights, as two blocks of 16, with all tokens."""
-    configure, one, two = configured(), statement(_multiply(1)), statement(_multiply(2))
+    one, two = statement(_multiply(1)), statement(_multiply(2))
     end = statement({"rows": _as_rows, "adds": _as_sums, "gated": _as_gated}[ending](biased=biased))
     place, gated = scratch(_CHUNK * 2 * LANES * LANES + LANES), ending == "gated"
     out_bytes = LANES * LANES * _ITEMSIZE if gated else 2 * LANES * _ITEMSIZE  # from panel to panel
