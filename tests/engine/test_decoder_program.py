@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 import tiny
 from keepmask import LLM, SamplingParams
@@ -23,26 +24,27 @@ MASKS = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
 PARAMS = {"return_sampling_mask_logprobs": True}
 PARAMS |= {"max_tokens": 20, "seed": 3, "temperature": 0.5, "top_k": 20, "ignore_eos": True, "logprobs": 3}
 
+SHAPE = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 160}
+
 models = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Folders by name of a model; every size fits tiles."""
-    shape = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 160}
     folder = tmp_path_factory.mktemp("tiled")
     architectures = {name: name if name in tiny.ARCHITECTURES else "llama" for name in MODELS}
-    return {name: tiny.save(folder / name, architectures[name], **shape | MODELS[name]) for name in MODELS}
+    return {name: tiny.save(folder / name, architectures[name], **SHAPE | MODELS[name]) for name in MODELS}
 
 
 @pytest.fixture
 def load(checkpoints):
-    """load(name, **options): an engine that scores what it draws from."""
+    """load(name or folder, **options): an engine that scores what it draws from."""
 
     def make(name, **options):
         given = {"dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
         given |= {"logprobs_mode": "raw_logits"} if "max_logprobs" in options else MASKS
-        return LLM(str(checkpoints[name]), **given | options)
+        return LLM(str(checkpoints.get(name, name)), **given | options)
 
     return make
 
@@ -111,6 +113,16 @@ def test_drawn_tokens_have_the_logits_they_have_as_a_prompt(load):
         token_ids = output.prompt_token_ids + output.outputs[0].token_ids
         (again,) = generate(llm, [token_ids[:-1]], max_tokens=1, **every)
         assert logits(again, 0) == logits(output, -1)
+
+
+def test_new_weights_are_computed_with(load, tmp_path):
+    new = tiny.save(tmp_path / "new", "qwen2", seed=1, **SHAPE)
+    llm, fresh = load("qwen2"), load(new)
+    before, after = ([drawn(output) for output in generate(each)] for each in (llm, fresh))
+    stage = llm.engine.stage_weights(cast=True)
+    stage.add(load_file(new / "model.safetensors"))
+    llm.engine.update_weights(stage)
+    assert [drawn(output) for output in generate(llm)] == after != before
 
 
 def logits(output, at):

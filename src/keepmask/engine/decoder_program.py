@@ -24,10 +24,7 @@ __all__ = ["DecoderProgram"]
 
 
 class DecoderProgram:
-    """The layers and the last norm, over this cache, for up to `capacity` tokens at a time that attend one by one.
-
-    Rows past the tokens, up to whole tiles, are computed as well and never read.
-    """
+    """The layers and the last norm, over this cache, for up to `capacity` tokens at a time that attend one by one."""
 
     def __init__(self, layers: Sequence[Layer], norm: Norm, cache: KVCache, capacity: int) -> None:
         self.capacity = padded(capacity)

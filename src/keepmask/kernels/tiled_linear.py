@@ -47,7 +47,7 @@ def supports(weight: Tensor) -> bool:
 
 
 def padded(num_tokens: int) -> int:
-    """The rows a result of this many tokens takes: whole token tiles."""
+    """The tokens that this many take in the layout for tiles: whole ones."""
     return -(-num_tokens // LANES) * LANES
 
 
@@ -86,7 +86,7 @@ class TiledLinear:
         T = x.shape[0]
         x = x if x.stride(1) == 1 else x.contiguous()
         tokens = torch.empty(padded(T), self.in_features, dtype=x.dtype)
-        out = torch.empty(padded(T), self.out_features, dtype=x.dtype)
+        out = torch.empty(T, self.out_features, dtype=x.dtype)
         self._program.run(
             T=T,
             x=x.data_ptr(),
@@ -94,12 +94,12 @@ class TiledLinear:
             tokens=tokens.data_ptr(),
             out=out.data_ptr(),
         )
-        return out[:T]
+        return out
 
     def add_to(self, program: Program, *, tokens: Place, out: Place, adds: bool = False) -> None:
         """Make the product of `T` laid-out tokens a step of a program.
 
-        out: [padded(T), out]. adds: whether the rounded product is added to what is there, in place of it.
+        out: [T, out]. adds: whether the rounded product is added to what is there, in place of it.
         """
         first = 0
         for parameter in self.parameters:
@@ -124,7 +124,7 @@ class TiledLinear:
 def add_gated(program: Program, gate: TiledLinear, up: TiledLinear, *, tokens: Place, out: Place) -> None:
     """Make silu(gate(x)) · up(x) of `T` laid-out tokens a step of a program, with the roundings of `silu_mul`.
 
-    out: laid out for tiles as the tokens are, for a product that contracts over these values.
+    out: laid out for tiles as the tokens are, whole ones, for a product that contracts over these values.
     """
     (first,), (second,) = gate.parameters, up.parameters
     N, K = first.shape
@@ -188,7 +188,7 @@ def _product_kernel(ending: _Ending, *, biased: bool) -> Kernel:
     """The product of panels of 32 rows of weights, as two blocks of 16, with all tokens."""
     one, two = statement(_multiply(1)), statement(_multiply(2))
     end = statement({"rows": _as_rows, "adds": _as_sums, "gated": _as_gated}[ending](biased=biased))
-    place, gated = scratch(_CHUNK * 2 * LANES * LANES + LANES), ending == "gated"
+    place, gated = scratch(_CHUNK * 2 * LANES * LANES + 2 * LANES), ending == "gated"
     out_bytes = LANES * LANES * _ITEMSIZE if gated else 2 * LANES * _ITEMSIZE  # from panel to panel
     bias_bytes = LANES * _ITEMSIZE if gated else 2 * LANES * _ITEMSIZE
 
@@ -199,7 +199,8 @@ def _product_kernel(ending: _Ending, *, biased: bool) -> Kernel:
         tiles, steps = (T + LANES - 1) // LANES, K // _STEP
         row_bytes, tile_bytes = K * _ITEMSIZE, LANES * K * _ITEMSIZE
         sums = place()
-        configure((sums + _CHUNK * 2 * TILE_BYTES,))
+        spare = sums + _CHUNK * 2 * TILE_BYTES
+        configure((spare,))
         items = panels * ((tiles + _CHUNK - 1) // _CHUNK)
         item = next_item(data)
         while item < items:
@@ -225,7 +226,8 @@ def _product_kernel(ending: _Ending, *, biased: bool) -> Kernel:
             out = a[8] + a[9] + start * LANES * stride + panel * out_bytes
             bias, bias2 = a[11] + panel * bias_bytes, a[12] + panel * bias_bytes
             for tile in range(stop - start):
-                end((sums + tile * 2 * TILE_BYTES, out + tile * LANES * stride, stride, bias, bias2))
+                left = T - (start + tile) * LANES
+                end((sums + tile * 2 * TILE_BYTES, out + tile * LANES * stride, stride, bias, bias2, left, spare))
             item = after
         release((0,))
 
@@ -278,7 +280,8 @@ def _rows_of(t: Tiles, args: list[Any], half: int, *, biased: bool) -> list[Any]
     return [t.b.fadd(row, t.splat_item(bias, i)) for i, row in enumerate(rows)] if biased else rows
 
 
-# What follows takes: two blocks of sums, where the result goes, bytes from token to token of it, the blocks' biases.
+# What follows takes: two blocks of sums, where the result goes, bytes from token to token of it, the blocks' biases,
+# how many tokens there are, and a place for the others.
 
 
 def _as_rows(*, biased: bool, adds: bool = False) -> Any:
@@ -289,7 +292,8 @@ def _as_rows(*, biased: bool, adds: bool = False) -> Any:
         rows = [row for half in range(2) for row in _rows_of(t, args, half, biased=biased)]
         columns = t.transposed([t.pairs(*rows[at : at + 2]) for at in range(0, 2 * LANES, 2)])
         for token, column in enumerate(columns):
-            place = t.pointer(b.add(args[1], b.mul(args[2], _I64(token))), _F32)
+            place = b.add(args[1], b.mul(args[2], _I64(token)))
+            place = t.pointer(b.select(b.icmp_signed(">", args[5], _I64(token)), place, args[6]), _F32)
             if adds:
                 sums = [b.fadd(*pair) for pair in zip(t.halves(t.load(place, 0)), t.halves(column), strict=True)]
                 for half, value in enumerate(sums):
