@@ -63,10 +63,13 @@ class KVCache:
         device: torch.device,
     ) -> KVCache:
         """Zeroed blocks for layers of these (Hkv, D); on a CPU a block takes memory once it is written."""
+        sizes = [num_blocks * heads * dim * block_size for heads, dim in shapes for _ in range(2)]
+        memory: Tensor = zeros(sum(sizes), dtype=dtype, device=device)
+        parts = iter(torch.split(memory, sizes))
         layers = [
             LayerCache(
-                zeros(num_blocks, heads, dim, block_size, dtype=dtype, device=device),
-                zeros(num_blocks, heads, block_size, dim, dtype=dtype, device=device),
+                next(parts).view(num_blocks, heads, dim, block_size),
+                next(parts).view(num_blocks, heads, block_size, dim),
             )
             for heads, dim in shapes
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,7 +36,11 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
+        # The model and its libraries stay: looking through their objects for garbage would hold every stream up.
+        gc.collect()
+        gc.freeze()
         yield
+        gc.unfreeze()
         await asyncio.get_running_loop().run_in_executor(None, service.engine.close)
         service.texts.close()
 
