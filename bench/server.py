@@ -161,7 +161,11 @@ def serving(llm: Any) -> Iterator[Served]:
         loop.append(asyncio.get_running_loop())
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    def run() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
