@@ -1,6 +1,7 @@
 """Programs: steps one after the other on every thread, each step's work done once, and their time accounted for."""
 
 import os
+import platform
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from numba import carray, cfunc, types
 from keepmask.kernels.cpu_program import Program
 from keepmask.kernels.cpu_team import Kernel
 from keepmask.kernels.cpu_vectors import next_item, pointer
+
+HAS_CLOCK = platform.machine() == "x86_64"
 
 
 @cfunc(types.void(types.voidptr), nopython=True)
@@ -24,14 +27,6 @@ def add_neighbours(data):  # out[i] = source[i] + source[size - 1 - i]: reads wh
 
 
 ADD = Kernel(add_neighbours, 3)
-
-
-@pytest.fixture(params=[1, 2, 5])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def chain(size, length):
@@ -71,7 +66,7 @@ def test_steps_that_nothing_waits_for_are_run_once_each(num_threads):
         program.add("adding", ADD, 50, source.ctypes.data, out.ctypes.data, waits=at == 7)
     program.run()
     assert (outs == 49).all()
-    assert program.seconds().keys() == {"adding"}
+    assert set(program.seconds()) == ({"adding"} if HAS_CLOCK else set())
 
 
 def test_other_values_than_the_steps_name_are_refused():
@@ -81,6 +76,7 @@ def test_other_values_than_the_steps_name_are_refused():
             program.run(**values)
 
 
+@pytest.mark.skipif(not HAS_CLOCK, reason="reads the clock of x86 processors")
 def test_time_is_divided_among_labels_by_where_it_went():
     size = 200_000
     data = [np.zeros(size, np.int64) for _ in range(2)]
@@ -91,6 +87,7 @@ def test_time_is_divided_among_labels_by_where_it_went():
     assert program.seconds() == {}
     program.run()
     seconds = program.seconds()
+    assert seconds.keys() == {"short", "long"}
     assert 0 < 2 * seconds["short"] < seconds["long"]
 
 

@@ -34,14 +34,6 @@ def run_sizes(args, cuts, num_threads, team):
     on_team(sizes, args, cuts, num_threads, team)
 
 
-@pytest.fixture(params=[1, 2, 5])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 64])
 @pytest.mark.parametrize("work", [0, MUCH])
 def test_each_row_is_run_once(num_threads, num_rows, work):

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from keepmask.kernels.cpu_team import Kernel, size_address
-from keepmask.kernels.cpu_vectors import pointer, statement
+from keepmask.kernels.cpu_vectors import Vectors, pointer, statement
 
 __all__ = ["Program"]
 
@@ -70,9 +70,9 @@ class Program:
         self._elapsed = time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:
-        """Where the time of the latest run went, by label."""
+        """Where the time of the latest run went, by label; nothing before it, or on processors other than x86."""
         found: dict[str, float] = defaultdict(float)
-        if self._table is not None and self._elapsed:
+        if _IS_X86 and self._table is not None and self._elapsed:
             waiting = np.flatnonzero(self._table[:, _WAITS])
             ticks = np.diff(self._table[waiting, _TICK])
             for step, share in zip(waiting[1:] - 1, ticks / ticks.sum(), strict=True):
@@ -127,10 +127,11 @@ def _run(b: Any, args: list[Any]) -> None:
 def _wait(b: Any, args: list[Any]) -> None:
     """Count oneself at the counter and wait until it is at `arrivals`; who is last stores the clock at the tick."""
     counter, tick = (b.inttoptr(arg, _I64.as_pointer()) for arg in (args[0], args[2]))
-    arrivals = args[1]
+    arrivals, external = args[1], Vectors(b, "float32").external
     before = b.atomic_rmw("add", counter, _I64(1), "acq_rel")
-    with b.if_then(b.icmp_signed("==", b.add(before, _I64(1)), arrivals)):
-        b.store(b.call(_external(b, "llvm.readcyclecounter", _I64), []), tick)
+    if _IS_X86:  # others do not let programs read theirs
+        with b.if_then(b.icmp_signed("==", b.add(before, _I64(1)), arrivals)):
+            b.store(b.call(external("llvm.readcyclecounter", _I64), []), tick)
     spins = cgutils.alloca_once(b, _I64)
     b.store(_I64(0), spins)
     look, stay, done = (b.append_basic_block(name) for name in ("look", "stay", "done"))
@@ -142,16 +143,11 @@ def _wait(b: Any, args: list[Any]) -> None:
     with b.if_else(b.icmp_signed("<", b.load(spins), _I64(_SPINS))) as (soon, late):
         with soon:
             if _IS_X86:
-                b.call(_external(b, "llvm.x86.sse2.pause", ir.VoidType()), [])
+                b.call(external("llvm.x86.sse2.pause", ir.VoidType()), [])
         with late:
-            b.call(_external(b, "sched_yield", _I32), [])
+            b.call(external("sched_yield", _I32), [])
     b.branch(look)
     b.position_at_end(done)
-
-
-def _external(b: Any, name: str, result: Any) -> Any:
-    known = b.module.globals.get(name)
-    return known or ir.Function(b.module, ir.FunctionType(result, []), name)
 
 
 def _build_team_size(_context: Any, address: Any) -> tuple[Any, Any]:

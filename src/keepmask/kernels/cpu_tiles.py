@@ -33,7 +33,7 @@ def available() -> bool:
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return False
     features = llvmlite.binding.get_host_cpu_features()
-    if not (features.get("amx-tile") and features.get("amx-bf16")):
+    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16")):
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
