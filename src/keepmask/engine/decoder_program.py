@@ -15,6 +15,7 @@ from keepmask.engine.attention import KVCache
 from keepmask.engine.batch import ForwardBatch
 from keepmask.kernels import cpu_attention, cpu_decoder, tiled_linear
 from keepmask.kernels.cpu_program import Program
+from keepmask.kernels.cpu_team import rows_an_item
 from keepmask.kernels.tiled_linear import TiledLinear, padded
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ class DecoderProgram:
         hidden = torch.empty_like(x)
         self.program.run(
             T=T,
-            rows=cpu_decoder.rows_an_item(T),
-            stored=cpu_attention.tokens_an_item(T),
+            rows=rows_an_item(T),
             heads=cpu_attention.heads_an_item(self.cache.layers[0].keys, self._num_heads, T),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),

@@ -18,17 +18,16 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from keepmask.kernels.cpu_program import Program
-from keepmask.kernels.cpu_team import Kernel
+from keepmask.kernels.cpu_team import Kernel, rows_an_item
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, pointer, scratch, statement
 
-__all__ = ["BLOCK_SIZE", "add_attention", "decode", "heads_an_item", "store", "supports", "tokens_an_item"]
+__all__ = ["BLOCK_SIZE", "add_attention", "decode", "heads_an_item", "store", "supports"]
 
 BLOCK_SIZE = LANES
 """Tokens in a block: the lanes of one vector of float32."""
 
 _AHEAD = 2  # blocks of a head that are being fetched while one is used
 _ITEMS_A_THREAD = 4
-_ITEMS_OF_TOKENS = 16
 _STATE_FLOATS = 4096  # of the heads of an item: a third of a core's first cache
 _MAX_ACCUMULATORS = 16  # vectors of output held in registers at once; AVX-512 has 32 registers
 
@@ -50,7 +49,7 @@ def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, bl
     """`kernels.paged_attention.store_tokens` for what `supports` admits."""
     new_keys, new_values = _rows(new_keys), _rows(new_values)
     T, H, D = new_keys.shape
-    tokens = tokens_an_item(T)
+    tokens = rows_an_item(T)  # where there are many, those of a block are stored by one thread
     _store_kernel(D, keys.element_size())(
         -(-T // tokens),
         T,
@@ -121,23 +120,18 @@ def add_attention(
 
     merged: address of the heads of queries, keys and values of each token, [T, num_heads + 2 Hkv, D]. out: address of
     [T, num_heads, D]. What the batch decides is given at each run: the addresses "blocks", "offsets", "tables",
-    "chunks" and "lens", "width" (blocks in a row of the tables), "stored" (`tokens_an_item`) and "heads"
+    "chunks" and "lens", "width" (blocks in a row of the tables), "rows" (`rows_an_item` of T) and "heads"
     (`heads_an_item`).
     """
     H, D, itemsize = keys.shape[1], keys.shape[2], keys.element_size()
     stride, cache = (num_heads + 2 * H) * D, (keys.data_ptr(), values.data_ptr())
     new_keys = merged + num_heads * D * itemsize
     new = (new_keys, new_keys + H * D * itemsize, stride, stride)
-    program.add("attention", _store_kernel(D, itemsize), "T", "stored", H, *cache, *new, "blocks", "offsets")
+    program.add("attention", _store_kernel(D, itemsize), "T", "rows", H, *cache, *new, "blocks", "offsets")
     kernel, _ = _decode_kernel(D, num_heads // H, _type_name(keys.dtype), False)
     shape = ("T", H, "heads", "width", merged, stride)
     batch = ("tables", "chunks", "lens")
     program.add("attention", kernel, *shape, *cache, *batch, out, window or 0, _bits(scale), _bits(0.0))
-
-
-def tokens_an_item(num_tokens: int) -> int:
-    """Tokens that a thread stores at a time: where there are many, those of a block are together."""
-    return max(1, num_tokens // _ITEMS_OF_TOKENS)
 
 
 def heads_an_item(keys: Tensor, num_heads: int, num_rows: int) -> int:

@@ -15,7 +15,7 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from keepmask.kernels.cpu_program import Program
-from keepmask.kernels.cpu_team import Kernel
+from keepmask.kernels.cpu_team import Kernel, rows_an_item
 from keepmask.kernels.cpu_vectors import LANES, Vectors, next_item, scratch, statement
 
 __all__ = [
@@ -25,14 +25,12 @@ __all__ = [
     "head_rms_norm",
     "rms_norm",
     "rotate",
-    "rows_an_item",
     "silu_mul",
     "supports",
 ]
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _VOID = types.void(types.voidptr)
-_ITEMS = 16
 
 
 def supports(dtype: torch.dtype, *widths: int) -> bool:
@@ -78,11 +76,6 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(T, width, dtype=gate.dtype)
     _run(_silu_kernel(width, gate.dtype), T, gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
-
-
-def rows_an_item(num_rows: int) -> int:
-    """Rows a thread takes at a time: several where there are many."""
-    return num_rows // _ITEMS or 1
 
 
 def add_norm(

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "address", "size_address"]
+__all__ = ["Kernel", "address", "rows_an_item", "size_address"]
+
+_ITEMS = 16
 
 
 class Kernel:
@@ -38,6 +40,11 @@ class Kernel:
         num_items: pieces of work; no more threads than that are asked for.
         """
         _team()(self.address, self._array(0, *arguments), min(num_items, torch.get_num_threads()))
+
+
+def rows_an_item(num_rows: int) -> int:
+    """Rows that a thread takes at a time: neighbours where there are many."""
+    return num_rows // _ITEMS or 1
 
 
 def address() -> int:
