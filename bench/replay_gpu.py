@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import keepmask
-from keepmask.kernels import triton_replay
-from keepmask.kernels.replay_logits import HeadForm, PairTransforms
+from keepmask.head import pairs_triton
+from keepmask.head.form import HeadForm, PairTransforms
 from keepmask.replay.logprobs import logprobs_from_hidden
 from keepmask.replay.support import Support
 from replay_forms import supports_like
@@ -93,12 +93,12 @@ class Case:
         self.step()
         extra = torch.cuda.max_memory_allocated() - before
         kernels = {
-            "forward_ms": lambda: triton_replay.score_rows(*head, jacobian=False),
-            "forward_with_derivative_ms": lambda: triton_replay.score_rows(*head, jacobian=True),
-            "hidden_gradient_ms": lambda: triton_replay.hidden_gradient(
+            "forward_ms": lambda: pairs_triton.score_rows(*head, jacobian=False),
+            "forward_with_derivative_ms": lambda: pairs_triton.score_rows(*head, jacobian=True),
+            "hidden_gradient_ms": lambda: pairs_triton.hidden_gradient(
                 out, rows, grad, weight, support.ids, support.offsets
             ),
-            "weight_gradient_ms": lambda: triton_replay.add_weight_gradient(
+            "weight_gradient_ms": lambda: pairs_triton.add_weight_gradient(
                 self.weight.main_grad, by_id.ids, grad, by_id.order, hidden, rows, by_id.rows, by_id.offsets
             ),
         }

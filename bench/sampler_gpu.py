@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 import keepmask
-from keepmask.kernels import candidates, capture
-from keepmask.kernels.capture import Supports
-from keepmask.kernels.draw_table import DrawTable
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
-from keepmask.sampling.capture import MAX_COMPACT_IDS
-from keepmask.sampling.device import MAX_CANDIDATES
-from keepmask.sampling.draw_columns import draw_columns
-from keepmask.sampling.host import HostParams
+from keepmask.sampling.cpu.host_params import HostParams
+from keepmask.sampling.cuda import candidates, compaction
+from keepmask.sampling.cuda.compaction import Supports
+from keepmask.sampling.cuda.device_draw import MAX_CANDIDATES
+from keepmask.sampling.cuda.draw_columns import draw_columns
+from keepmask.sampling.cuda.draw_table import DrawTable
+from keepmask.sampling.pending_mask import MAX_COMPACT_IDS
 from sampler import CASES, logits_like_a_model
 
 SHAPES = ((64, 151_936), (256, 151_936))
@@ -111,7 +111,7 @@ def kernels_of(logits: torch.Tensor, rows: list, spec: SamplerSpec) -> Callable[
         found = candidates.select(logits, table, capacity=MAX_CANDIDATES, impl="triton")
         draws, cut = candidates.decide(found, table, V, out, impl="triton")
         candidates.decide_all(logits, found, table, draws, cut, out, impl="triton")
-        capture.compact(logits, table, cut, draws.over_all, draws.counts, out, impl="triton")
+        compaction.compact(logits, table, cut, draws.over_all, draws.counts, out, impl="triton")
 
     return run
 

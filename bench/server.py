@@ -149,9 +149,9 @@ def client() -> None:
 def serving(llm: Any) -> Iterator[Served]:
     """A server on the engine of `llm`."""
     from keepmask.server.app import create_app
-    from keepmask.server.config import ServerConfig
     from keepmask.server.lifecycle import build_server
     from keepmask.server.service import Service
+    from keepmask.server.settings import ServerConfig
 
     service = Service(llm.engine, ServerConfig(port=0, log_level="error", max_waiting=4096))
     server = build_server(create_app(service), service)

@@ -19,6 +19,15 @@ settings.register_profile("check", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("check")
 
 
+@pytest.fixture(params=[1, 2, 5])
+def num_threads(request):
+    """Threads that torch has during the test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
     """tiny_checkpoint(architecture): the folder of a random checkpoint without a tokenizer, made once."""

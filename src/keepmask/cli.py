@@ -19,7 +19,7 @@ _COMMANDS = {
     "demo": ("keepmask.commands.demo", "roll out, replay and report on a packaged model"),
     "rollout": ("keepmask.commands.rollout", "roll out a file of prompts with sampling masks"),
     "report": ("keepmask.commands.report", "draw the page of a rollout file"),
-    "serve": ("keepmask.server.cli", "serve a model to RL clients over HTTP"),
+    "serve": ("keepmask.commands.serve", "serve a model to RL clients over HTTP"),
     "bench": ("keepmask.commands.bench", "measure how fast the engine is on this machine, and where its time goes"),
     "conform": ("keepmask.commands.conform", "find out which sampling rules an engine follows"),
 }

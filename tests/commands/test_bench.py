@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from keepmask.bench.engines import Peer
 from keepmask.bench.floor import Floor
-from keepmask.bench.memory import peak_memory
 from keepmask.bench.ours import VARIANTS, Ours
-from keepmask.bench.peers import Peer
+from keepmask.bench.peak_memory import peak_memory
 from keepmask.bench.phases import PHASES, PhaseClock
 from keepmask.bench.rounds import measure
-from keepmask.bench.table import page
+from keepmask.bench.row_tables import page
 from keepmask.bench.workload import FULL, Workload
 from keepmask.cli import main
 from keepmask.errors import BackendError

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keepmask.kernels import replay_pairs
+from keepmask.head import pairs
 from keepmask.replay import logprobs_from_hidden
 from keepmask.replay.support import Support
 
@@ -152,8 +152,8 @@ def test_a_row_wider_than_what_is_converted_at_a_time_is_converted_in_parts():
     index, rows, grad = torch.tensor([0] * K + [2] * K), torch.arange(3), torch.randn(2 * K)
     out = torch.zeros(3, E)
     with Watch() as watch:
-        logits = replay_pairs.pair_logits(hidden, rows, weight, ids, offsets, index, max_pairs=max_pairs, impl="gather")
-        replay_pairs.hidden_gradient(out, rows, grad, weight, ids, offsets, max_pairs=max_pairs, impl="gather")
+        logits = pairs.pair_logits(hidden, rows, weight, ids, offsets, index, max_pairs=max_pairs, impl="gather")
+        pairs.hidden_gradient(out, rows, grad, weight, ids, offsets, max_pairs=max_pairs, impl="gather")
     assert watch.largest <= 2 * K  # one number a pair, not E
     want = hidden.double()[[0, 2]] @ weight.double().T
     torch.testing.assert_close(logits.double(), want.flatten(), rtol=0, atol=1e-5)

@@ -106,7 +106,7 @@ def test_kl_to_a_reference_is_exact_and_differentiable(impl):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_vocabulary_rows_are_scored_block_by_block(monkeypatch, dtype):
-    monkeypatch.setattr("keepmask.replay.head._BLOCK_WEIGHTS", 7 * E)  # 9 blocks of the head
+    monkeypatch.setattr("keepmask.replay.head_logits._BLOCK_WEIGHTS", 7 * E)  # 9 blocks of the head
     monkeypatch.setattr("keepmask.replay.full.BLOCK_FLOATS", 20)  # 2 rows at a time
     problem = Problem(17, empty=0.6, dtype=dtype, bias=False)
     want, (want_hidden, want_weight) = expected(problem)
@@ -534,7 +534,7 @@ def test_numba_is_optional(monkeypatch):
     problem = Problem(16)
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
     want = logprobs_from_hidden(*arguments, impl="reference").logprobs
-    monkeypatch.setattr("keepmask.kernels.replay_pairs._has_numba", lambda: False)
+    monkeypatch.setattr("keepmask.head.pairs._has_numba", lambda: False)
     torch.testing.assert_close(logprobs_from_hidden(*arguments).logprobs, want, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match='impl="numba": needs numba'):
         logprobs_from_hidden(*arguments, impl="numba")

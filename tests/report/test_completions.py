@@ -4,7 +4,7 @@ import numpy as np
 
 from keepmask.mask import SamplingMask
 from keepmask.report.completions import completions_section
-from keepmask.report.text import Excerpt
+from keepmask.report.excerpt import Excerpt
 from made_rollouts import made_rollout, made_rollouts
 
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from keepmask.report.metrics import SequenceRatio
+from keepmask.report.figures import SequenceRatio
 from keepmask.report.plots import (
     SIZE_BINS,
     mass_chart,

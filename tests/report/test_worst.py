@@ -3,8 +3,8 @@ import re
 import numpy as np
 import pytest
 
-from keepmask.report.metrics import measure
-from keepmask.report.text import Excerpt
+from keepmask.report.excerpt import Excerpt
+from keepmask.report.figures import measure
 from keepmask.report.worst import NUM_TOKENS, widest_table, worst_section
 from made_rollouts import made_rollout, made_rollouts
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
-from keepmask.kernels.philox import gumbel, uniform
 from keepmask.params import SamplingParams
 from keepmask.sampling import Sampler
+from keepmask.sampling.noise import gumbel, uniform
 from oracle_cases import Request, World, sampled
 
 KEYS = {

@@ -18,9 +18,9 @@ import httpx
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
 from keepmask.server.app import create_app
-from keepmask.server.config import ServerConfig
 from keepmask.server.lifecycle import build_server
 from keepmask.server.service import Service
+from keepmask.server.settings import ServerConfig
 
 ENGINE = {
     "dtype": "float32",

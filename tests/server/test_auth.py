@@ -12,7 +12,7 @@ import pytest
 from serving import Serving
 
 from keepmask.errors import ConfigError
-from keepmask.server.config import ServerConfig
+from keepmask.server.settings import ServerConfig
 
 KEYS = ("first-key", "second-key")
 

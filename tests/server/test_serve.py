@@ -20,11 +20,11 @@ import httpx
 import pytest
 from serving import until
 
+from keepmask.commands import serve
 from keepmask.config import EngineConfig
 from keepmask.errors import ConfigError
 from keepmask.flags import given
-from keepmask.server import cli
-from keepmask.server.config import ServerConfig
+from keepmask.server.settings import ServerConfig
 
 PROMPT = [5, 6, 7]
 LONG = {"max_tokens": 500, "top_k": 4, "ignore_eos": True, "seed": 1}
@@ -38,7 +38,7 @@ class Process:
     def __init__(self, checkpoint: Path, log: Path, *arguments: str, **environment: str) -> None:
         launch = (
             "import argparse, sys; from keepmask.server import cli; parser = argparse.ArgumentParser(); "
-            "cli.add_arguments(parser); args = parser.parse_args(); sys.exit(args.run(args))"
+            "serve.add_arguments(parser); args = parser.parse_args(); sys.exit(args.run(args))"
         )
         self.log = log
         options = ["--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", str(16 * 2**20)]
@@ -81,13 +81,13 @@ def served(
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
+    serve.add_parser(parser.add_subparsers())
     return parser.parse_args(["serve", *arguments])
 
 
 def test_every_field_of_both_configurations_is_a_flag():
     args = parse("m")
-    assert args.run is cli.run
+    assert args.run is serve.run
     for model, hidden in ((EngineConfig, {"model"}), (ServerConfig, {"api_keys"})):
         for name, field in model.model_fields.items():
             if name in hidden:
@@ -135,21 +135,21 @@ def test_help_is_the_docstrings(capsys: pytest.CaptureFixture[str]):
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(cli.KEY_VARIABLE, raising=False)
-    assert cli.read_keys(None) == ()
-    monkeypatch.setenv(cli.KEY_VARIABLE, " one \n")
-    assert cli.read_keys(None) == ("one",)
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    assert serve.read_keys(None) == ()
+    monkeypatch.setenv(serve.KEY_VARIABLE, " one \n")
+    assert serve.read_keys(None) == ("one",)
     monkeypatch.setenv("OTHER", "two")
-    assert cli.read_keys("env:OTHER") == ("two",)
+    assert serve.read_keys("env:OTHER") == ("two",)
     keys = tmp_path / "keys"
     keys.write_text("a\n\n b \n")
-    assert cli.read_keys(f"file:{keys}") == ("a", "b")
+    assert serve.read_keys(f"file:{keys}") == ("a", "b")
 
 
 @pytest.mark.parametrize("source", ["token-abc", "env:", "file:", "env:NOT_SET_ANYWHERE", "file:/not/there", ""])
 def test_key_on_the_command_line_is_refused_and_not_repeated(source: str):
     with pytest.raises(ConfigError) as raised:
-        cli.read_keys(source)
+        serve.read_keys(source)
     assert "token-abc" not in str(raised.value)
 
 
@@ -217,21 +217,21 @@ def test_killed_server_gives_clients_an_error_not_a_hang(checkpoint: Path, tmp_p
 
 
 def test_wrong_configuration_is_told_before_the_model_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "Engine", lambda _: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(serve, "Engine", lambda _: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="give --api-key"):
-        cli.run(parse(str(checkpoint), "--host", "0.0.0.0"))
+        serve.run(parse(str(checkpoint), "--host", "0.0.0.0"))
     with pytest.raises(ConfigError, match="processed_logprobs"):
-        cli.run(parse(str(checkpoint), "--return-sampling-mask"))
+        serve.run(parse(str(checkpoint), "--return-sampling-mask"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port={port}: cannot listen at 127.0.0.1: Address already in use; stop"):
-            cli.run(parse(str(checkpoint), "--port", str(port)))
+            serve.run(parse(str(checkpoint), "--port", str(port)))
     monkeypatch.setenv("KEY_OF_TEST", "key")
     updates = ("--enable-weight-updates", "--api-key", "env:KEY_OF_TEST")
     with pytest.raises(ConfigError, match=r"weights_dir='/not/there': is no folder"):
-        cli.run(parse(str(checkpoint), *updates, "--weights-dir", "/not/there"))
+        serve.run(parse(str(checkpoint), *updates, "--weights-dir", "/not/there"))
     for host, says in (("203.0.113.7", "cannot listen at 203.0.113.7"), ("no.such.host.invalid", "is no address")):
         with pytest.raises(ConfigError, match=says):
-            cli.run(parse(str(checkpoint), "--host", host, "--api-key", "env:KEY_OF_TEST"))
+            serve.run(parse(str(checkpoint), "--host", host, "--api-key", "env:KEY_OF_TEST"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keepmask.errors import ConfigError
-from keepmask.server.config import ServerConfig
+from keepmask.server.settings import ServerConfig
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepmask.engine.runner import ModelRunner
-from keepmask.kernels.linear import Linear, is_tiled, linear_layer
+from keepmask.engine.model_runner import ModelRunner
+from keepmask.forward.linear import Linear, is_tiled, linear_layer
 
 __all__ = ["Floor"]
 
@@ -70,7 +70,7 @@ class Floor:
 
 def _in_one_call(linears: list[Any], inputs: dict[int, Tensor], B: int) -> Callable[[], object]:
     """The products as one call of compiled code."""
-    from keepmask.kernels.cpu_program import Program
+    from keepmask.compiled.program import Program
 
     program, rows = Program(), max(len(each) for each in inputs.values())
     out = torch.empty(rows, max(each.out_features for each in linears), dtype=torch.bfloat16)

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from keepmask.engine import attention, decoder
 from keepmask.engine.core import Engine
-from keepmask.engine.runner import ModelRunner
-from keepmask.kernels.linear import Linear
+from keepmask.engine.model_runner import ModelRunner
+from keepmask.forward import attention, decoder
+from keepmask.forward.linear import Linear
 
 __all__ = ["PHASES", "PhaseClock", "phases_of"]
 

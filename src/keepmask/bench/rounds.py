@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from keepmask.bench.engines import PEERS, Peer
 from keepmask.bench.ours import VARIANTS, Ours, Timing
-from keepmask.bench.peers import PEERS, Peer
 from keepmask.bench.workload import Workload
 
 __all__ = ["Measured", "measure"]

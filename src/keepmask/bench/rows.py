@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from keepmask.bench.floor import Floor
-from keepmask.bench.memory import Memory
 from keepmask.bench.ours import VARIANTS
+from keepmask.bench.peak_memory import Memory
 from keepmask.bench.rounds import Measured
 from keepmask.bench.workload import Workload
 

@@ -15,14 +15,14 @@ from typing import Any
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from keepmask.bench.engines import PEERS, Peer
 from keepmask.bench.floor import Floor
 from keepmask.bench.machine import machine_facts
-from keepmask.bench.memory import peak_memory
 from keepmask.bench.ours import VARIANTS, Ours
-from keepmask.bench.peers import PEERS, Peer
+from keepmask.bench.peak_memory import peak_memory
 from keepmask.bench.rounds import measure
+from keepmask.bench.row_tables import page
 from keepmask.bench.rows import Row, memory_row, phase_rows, timing_rows
-from keepmask.bench.table import page
 from keepmask.bench.workload import FULL, QUICK, Sizes, Workload
 from keepmask.config import EngineConfig
 from keepmask.engine.loading import checkpoint

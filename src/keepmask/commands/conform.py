@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
+from keepmask.conform.findings import WIDTH, page
 from keepmask.conform.outcome import Report, Target, run_probes
 from keepmask.conform.probes import PROBES, PROFILES, Probe
-from keepmask.conform.table import WIDTH, page
 from keepmask.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]

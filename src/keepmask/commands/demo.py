@@ -15,9 +15,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from keepmask.commands.prompts import PromptLine
+from keepmask.commands.prompt_file import PromptLine
 from keepmask.commands.rollout import roll_out
-from keepmask.commands.scoring import score_rollouts
+from keepmask.commands.score_rollouts import score_rollouts
 from keepmask.config import EngineConfig
 from keepmask.models import bundled
 from keepmask.params import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
 
-from keepmask.commands.prompts import PromptLine, read_prompts
+from keepmask.commands.prompt_file import PromptLine, read_prompts
 from keepmask.config import EngineConfig
 from keepmask.errors import RequestError
 from keepmask.flags import add_flags, given

@@ -9,7 +9,7 @@ import numpy as np
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
 from keepmask.sampling import Sampler
-from keepmask.sampling.checks import check_token_ids
+from keepmask.sampling.param_checks import check_token_ids
 
 __all__ = ["Admission"]
 

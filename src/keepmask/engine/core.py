@@ -14,15 +14,15 @@ from torch import Tensor
 
 from keepmask.config import EngineConfig
 from keepmask.engine.admission import Admission
-from keepmask.engine.batch import ForwardBatch
 from keepmask.engine.kvcache import BlockPool, prefix_hashes
 from keepmask.engine.loading import eos_token_ids, load_tokenizer, unmapped_token_ids
-from keepmask.engine.output import OutputBuilder
+from keepmask.engine.model_runner import ModelRunner
+from keepmask.engine.output_builder import OutputBuilder
 from keepmask.engine.request import Completion, Request, State, SupportRows
-from keepmask.engine.runner import ModelRunner
 from keepmask.engine.scheduler import Scheduler
 from keepmask.engine.weights import WeightStage, checksums, randomize
 from keepmask.errors import RequestError
+from keepmask.forward.forward_batch import ForwardBatch
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor, SampledBatch, Sampler, SamplerSpec, prompt_logprobs

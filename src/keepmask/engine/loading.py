@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from keepmask.config import EngineConfig
-from keepmask.engine import attention
 from keepmask.errors import ConfigError
+from keepmask.forward import attention
 from keepmask.models import bundled
 
 __all__ = [

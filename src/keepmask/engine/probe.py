@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepmask.engine import attention
 from keepmask.engine.request import Completion, Request
 from keepmask.engine.scheduler import ScheduledChunk
 from keepmask.errors import ConfigError
+from keepmask.forward import attention
 from keepmask.params import SamplingParams
 from keepmask.sampling import SamplerSpec, SamplingRow
 
 if TYPE_CHECKING:
-    from keepmask.engine.runner import ModelRunner
+    from keepmask.engine.model_runner import ModelRunner
 
 __all__ = ["ModelProbe"]
 

@@ -13,7 +13,7 @@ from keepmask.mask import SamplingMask
 from keepmask.outputs import FinishReason, WeightVersionSpan
 
 if TYPE_CHECKING:
-    from keepmask.engine.text import CompletionText
+    from keepmask.engine.completion_text import CompletionText
     from keepmask.params import SamplingParams
     from keepmask.sampling import SamplingRow, TokenLogprobs
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepmask.replay import objectives, ratios, stats
-    from keepmask.replay.batch import ReplayBatch
     from keepmask.replay.history import LogitBias, TokenHistory
     from keepmask.replay.logprobs import logprobs_from_hidden, logprobs_from_logits
     from keepmask.replay.mismatch import Mismatch, TokenMismatch, measure_mismatch
     from keepmask.replay.outside import MassOutside, estimate_mass_outside
     from keepmask.replay.parallel import VocabParallel
+    from keepmask.replay.replay_batch import ReplayBatch
     from keepmask.replay.scores import RowStatus, SupportScores
     from keepmask.replay.support import Support
     from keepmask.replay.transforms import TokenTransforms
@@ -26,7 +26,7 @@ _HOME = {
     "MassOutside": "keepmask.replay.outside",
     "Mismatch": "keepmask.replay.mismatch",
     "PaddedBatch": "keepmask.replay.views",
-    "ReplayBatch": "keepmask.replay.batch",
+    "ReplayBatch": "keepmask.replay.replay_batch",
     "RowStatus": "keepmask.replay.scores",
     "Shard": "keepmask.replay.views",
     "Support": "keepmask.replay.support",

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_logits import HeadForm
-from keepmask.kernels.replay_pairs import wide
-from keepmask.replay.head import HeadGradients, HeadLogits, Products, WeightGrad
+from keepmask.head.form import HeadForm
+from keepmask.head.pairs import wide
+from keepmask.replay.head_logits import HeadGradients, HeadLogits, Products, WeightGrad
 from keepmask.replay.scoring import Job, Kept, ScoreGradients, ScoreTensors, score, send_back
 from keepmask.replay.source import TableLogits
 

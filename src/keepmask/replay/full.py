@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_rows import NEGLIGIBLE, probabilities
+from keepmask.head.pair_rows import NEGLIGIBLE, probabilities
 from keepmask.replay.pairs import RowStats, merge
 from keepmask.replay.source import BLOCK_FLOATS, Block, LogitSource
 from keepmask.replay.support import places_in

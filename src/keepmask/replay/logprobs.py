@@ -10,11 +10,11 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_logits import HeadForm
-from keepmask.kernels.replay_pairs import numba_can_read, triton_can_read, wide
+from keepmask.head.form import HeadForm
+from keepmask.head.pairs import numba_can_read, triton_can_read, wide
 from keepmask.mask import SamplingMask
 from keepmask.replay.autograd import HeadOptions, head_scores, table_scores
-from keepmask.replay.head import Products, WeightGrad
+from keepmask.replay.head_logits import Products, WeightGrad
 from keepmask.replay.parallel import VocabParallel, local_tensors
 from keepmask.replay.plan import OnEmpty, OnOutside, as_support, plan_rows
 from keepmask.replay.scores import SupportScores

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
-from keepmask.replay.checks import GREEDY_TEMPERATURE, NEUTRAL_PARAMS, LogprobsMode, Turn, check_turns, integers
-from keepmask.replay.processors import ReplayProcessor, additive_changes, check_processors
+from keepmask.replay.replay_processors import ReplayProcessor, additive_changes, check_processors
+from keepmask.replay.turns import GREEDY_TEMPERATURE, NEUTRAL_PARAMS, LogprobsMode, Turn, check_turns, integers
 
 __all__ = ["MissingMask", "PackedRollouts", "RolloutLike", "pack_rollouts"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_rows import NEGLIGIBLE, probabilities
+from keepmask.head.pair_rows import NEGLIGIBLE, probabilities
 
 __all__ = ["RowScores", "RowStats", "divergence", "divergence_gradient", "finish", "members_gradient", "merge"]
 

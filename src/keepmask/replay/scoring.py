@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_logits import PairTransforms
-from keepmask.kernels.replay_rows import member_logprobs, pair_gradient, row_sums
+from keepmask.head.form import PairTransforms
+from keepmask.head.pair_rows import member_logprobs, pair_gradient, row_sums
 from keepmask.replay.full import full_backward, full_stats
 from keepmask.replay.pairs import RowStats, divergence, divergence_gradient, finish, members_gradient
 from keepmask.replay.parallel import VocabParallel

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from keepmask.kernels.replay_logits import PairTransforms
-from keepmask.kernels.replay_pairs import wide
-from keepmask.kernels.replay_rows import RowImpl, row_stats
-from keepmask.kernels.replay_scores import PairScores
+from keepmask.head.form import PairTransforms
+from keepmask.head.pair_rows import RowImpl, row_stats
+from keepmask.head.pair_scores import PairScores
+from keepmask.head.pairs import wide
 from keepmask.replay.support import Support
 
 __all__ = ["Block", "LogitSource", "TableLogits"]
@@ -39,7 +39,7 @@ class LogitSource(Protocol):
     dtype: torch.dtype
     """The type of the arithmetic and of the logits given: float32 or float64."""
     row_impl: RowImpl
-    """How to compute on the pairs of rows (`replay_rows`)."""
+    """How to compute on the pairs of rows (`pair_rows`)."""
 
     def score_pairs(
         self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool

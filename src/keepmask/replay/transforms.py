@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from keepmask.errors import MaskError
-from keepmask.kernels.replay_logits import PairTransforms
-from keepmask.replay.checks import GREEDY_TEMPERATURE, NEUTRAL_PARAMS
+from keepmask.head.form import PairTransforms
 from keepmask.replay.history import LogitBias, TokenHistory
 from keepmask.replay.support import Support, listed_rows
+from keepmask.replay.turns import GREEDY_TEMPERATURE, NEUTRAL_PARAMS
 
 __all__ = ["LogitBias", "PairTransforms", "TokenHistory", "TokenTransforms"]
 

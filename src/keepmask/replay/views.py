@@ -12,7 +12,7 @@ from keepmask.errors import MaskError
 from keepmask.replay.support import Support
 
 if TYPE_CHECKING:
-    from keepmask.replay.batch import ReplayBatch
+    from keepmask.replay.replay_batch import ReplayBatch
 
 __all__ = ["PaddedBatch", "Shard", "boundaries", "counts_in", "pairs_of", "scattered", "spans_of"]
 

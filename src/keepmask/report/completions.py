@@ -10,9 +10,9 @@ from itertools import groupby
 import numpy as np
 
 from keepmask.outputs import Rollout
+from keepmask.report.excerpt import Excerpt, mass_labels, visible
+from keepmask.report.number_tables import count, number, plural
 from keepmask.report.plots import SIZE_BINS, size_label
-from keepmask.report.tables import count, number, plural
-from keepmask.report.text import Excerpt, mass_labels, visible
 
 __all__ = ["completions_section"]
 

@@ -13,12 +13,12 @@ from typing import Any
 from keepmask import __version__
 from keepmask.outputs import Rollout
 from keepmask.report.completions import completions_section
-from keepmask.report.metrics import Metrics, measure
+from keepmask.report.excerpt import Excerpt, inline_json, visible
+from keepmask.report.figures import Metrics, measure
+from keepmask.report.number_tables import count, number, numbers_table, plural, ratio_table, share
 from keepmask.report.plots import mass_chart, ratio_histogram, sequence_chart, size_histogram
-from keepmask.report.tables import count, number, numbers_table, plural, ratio_table, share
-from keepmask.report.text import Excerpt, inline_json, visible
 from keepmask.report.worst import NUM_TOKENS, widest_table, worst_section
-from keepmask.wire.files import write_atomically
+from keepmask.wire.atomic_files import write_atomically
 
 __all__ = ["write_report"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from keepmask.report.metrics import SequenceRatio
+from keepmask.report.figures import SequenceRatio
 
 __all__ = [
     "SIZE_BINS",

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from keepmask.report.metrics import Metrics, TokenPlace
-from keepmask.report.tables import count
-from keepmask.report.text import Excerpt, token_anchor
+from keepmask.report.excerpt import Excerpt, token_anchor
+from keepmask.report.figures import Metrics, TokenPlace
+from keepmask.report.number_tables import count
 
 __all__ = ["NUM_TOKENS", "widest_table", "worst_section"]
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.errors import RequestError
-from keepmask.sampling.capture import MAX_COMPACT_IDS, HostRows, PendingMask, pack_ids
-from keepmask.sampling.logprobs import BatchLogprobs, finite
+from keepmask.sampling.pending_mask import MAX_COMPACT_IDS, HostRows, PendingMask, pack_ids
 from keepmask.sampling.row import SamplingRow
+from keepmask.sampling.token_logprobs import BatchLogprobs, finite
 
 __all__ = ["Drawn", "WideSupport"]
 

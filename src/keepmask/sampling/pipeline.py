@@ -12,22 +12,22 @@ import torch
 from numpy.typing import NDArray
 
 from keepmask.errors import ConfigError, RequestError
+from keepmask.head.sampled_logits import Head
 from keepmask.params import SamplingParams
-from keepmask.sampling.batch import BatchParams, RowsCache
-from keepmask.sampling.capture import PendingMask
-from keepmask.sampling.checks import check_params, check_token_ids
-from keepmask.sampling.device import DeviceDraw
+from keepmask.sampling.batch_params import BatchParams, RowsCache
+from keepmask.sampling.cuda.device_draw import DeviceDraw
+from keepmask.sampling.definition import draw_reference
 from keepmask.sampling.drawn import Drawn
-from keepmask.sampling.head import Head
-from keepmask.sampling.logprobs import BatchLogprobs
-from keepmask.sampling.reference import draw_reference
+from keepmask.sampling.param_checks import check_params, check_token_ids
+from keepmask.sampling.pending_mask import PendingMask
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.spec import SamplerSpec
+from keepmask.sampling.token_logprobs import BatchLogprobs
 
 __all__ = ["SampledBatch", "Sampler"]
 
 if TYPE_CHECKING:
-    from keepmask.sampling.fast import FastDraw
+    from keepmask.sampling.cpu.fast_draw import FastDraw
 
 Implementation = Literal["auto", "reference", "fast", "triton"]
 
@@ -167,7 +167,7 @@ def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:
         if impl == "fast":
             raise ConfigError("impl='fast': needs numba; install keepmask[engine], or use impl='auto'")
         return None
-    from keepmask.sampling.fast import FastDraw
+    from keepmask.sampling.cpu.fast_draw import FastDraw
 
     return FastDraw(spec)
 

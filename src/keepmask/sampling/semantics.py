@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keepmask.sampling.batch import PROFILES, BatchParams
+from keepmask.sampling.batch_params import PROFILES, BatchParams
 
 __all__ = ["survivors"]
 

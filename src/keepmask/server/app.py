@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from keepmask import __version__
 from keepmask.errors import KeepmaskError
-from keepmask.server import models, openai, sglang, tokens, weights
+from keepmask.server import openai, sglang, tokens
 from keepmask.server.auth import Auth
 from keepmask.server.body import HeaderLimit
 from keepmask.server.document import answers, describe_api
-from keepmask.server.errors import ApiError, Unforeseen, error_response
-from keepmask.server.metrics import MEDIA_TYPE as METRICS_TYPE
+from keepmask.server.error_answers import ApiError, Unforeseen, error_response
+from keepmask.server.prometheus import MEDIA_TYPE as METRICS_TYPE
 from keepmask.server.service import Service
 from keepmask.server.stream import json_response
 
@@ -53,7 +53,7 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     app.include_router(_basics(service))
-    for routes in (tokens, openai, sglang, models, weights):
+    for routes in (tokens, openai, sglang, model_routes, weight_routes):
         app.include_router(routes.router(service))
     app.add_middleware(Unforeseen)
     app.add_middleware(Auth, keys=service.config.api_keys)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from keepmask.server.errors import ApiError, error_response
+from keepmask.server.error_answers import ApiError, error_response
 
 __all__ = ["Auth"]
 

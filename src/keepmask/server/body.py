@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepmask.errors import RequestError
 from keepmask.params import MAX_LOGIT_BIAS, SamplingParams
-from keepmask.server.errors import ApiError, error_response
+from keepmask.server.error_answers import ApiError, error_response
 
 __all__ = ["HeaderLimit", "parse_json", "read_body", "read_json", "read_sampling"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from keepmask.server.errors import ApiError, error_body
+from keepmask.server.error_answers import ApiError, error_body
 
 __all__ = ["Connection"]
 

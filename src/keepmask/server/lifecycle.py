@@ -10,9 +10,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from keepmask.errors import ConfigError
-from keepmask.server.config import ServerConfig
 from keepmask.server.connection import Connection
 from keepmask.server.service import Service
+from keepmask.server.settings import ServerConfig
 
 __all__ = ["DrainingServer", "build_server", "check_address"]
 

@@ -15,11 +15,11 @@ from keepmask.params import SamplingParams
 from keepmask.server.body import read_sampling
 from keepmask.server.choices import Usage, mask_fields, present, version_spans
 from keepmask.server.document import answers, takes
-from keepmask.server.logprobs import by_text, legacy, prompt_entries
+from keepmask.server.logprob_entries import by_text, legacy, prompt_entries
 from keepmask.server.schema import ChatRequest, CompletionRequest, OpenAIFields
 from keepmask.server.service import Service
 from keepmask.server.stream import Attended, EventStream, answered, event, json_response
-from keepmask.server.text import Encoded
+from keepmask.server.texts import Encoded
 from keepmask.server.ticket import Ticket, follow
 
 __all__ = ["router"]

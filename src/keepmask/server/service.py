@@ -11,13 +11,13 @@ from functools import partial
 from keepmask.engine.core import Engine
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
-from keepmask.server.admission import Admission
-from keepmask.server.config import ServerConfig
-from keepmask.server.errors import ApiError
-from keepmask.server.metrics import Metrics
-from keepmask.server.runner import EngineThread
-from keepmask.server.text import Texts
+from keepmask.server.engine_thread import EngineThread
+from keepmask.server.error_answers import ApiError
+from keepmask.server.prometheus import Metrics
+from keepmask.server.settings import ServerConfig
+from keepmask.server.texts import Texts
 from keepmask.server.ticket import Order, Ticket
+from keepmask.server.work_limits import Admission
 
 __all__ = ["Service"]
 

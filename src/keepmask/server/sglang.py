@@ -18,11 +18,11 @@ from keepmask.params import SamplingParams
 from keepmask.server.body import read_json
 from keepmask.server.choices import present, version_spans
 from keepmask.server.document import answers, takes
-from keepmask.server.errors import ApiError
+from keepmask.server.error_answers import ApiError
 from keepmask.server.service import Service
 from keepmask.server.sglang_schema import CustomParams, SGLangAbort, SGLangGenerate
 from keepmask.server.stream import Attended, EventStream, answered, event, json_response
-from keepmask.server.text import Encoded
+from keepmask.server.texts import Encoded
 from keepmask.server.ticket import Order, Ticket, follow, joined
 from keepmask.wire.fields import mask_to_fields
 

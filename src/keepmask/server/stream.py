@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from keepmask.outputs import RequestOutput
-from keepmask.server.config import ServerConfig
-from keepmask.server.errors import describe, error_body
-from keepmask.server.runner import EngineThread
+from keepmask.server.engine_thread import EngineThread
+from keepmask.server.error_answers import describe, error_body
+from keepmask.server.settings import ServerConfig
 from keepmask.server.ticket import Ticket
 
 __all__ = ["DONE", "Attended", "EventStream", "answered", "event", "json_response"]

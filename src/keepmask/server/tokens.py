@@ -16,8 +16,8 @@ from keepmask.params import SamplingParams
 from keepmask.server.body import read_json
 from keepmask.server.choices import Usage, mask_fields, present, version_spans
 from keepmask.server.document import answers, takes
-from keepmask.server.errors import ApiError
-from keepmask.server.logprobs import by_id, by_text, prompt_entries
+from keepmask.server.error_answers import ApiError
+from keepmask.server.logprob_entries import by_id, by_text, prompt_entries
 from keepmask.server.schema import AbortRequest, GenerateRequest
 from keepmask.server.service import Service
 from keepmask.server.stream import Attended, EventStream, answered, event, json_response

@@ -15,7 +15,7 @@ import numpy as np
 
 from keepmask.errors import ConfigError, MaskError
 from keepmask.outputs import Rollout
-from keepmask.wire.files import write_atomically
+from keepmask.wire.atomic_files import write_atomically
 from keepmask.wire.parquet import RowGroup, keys, merge, read_footer, read_table, row_groups, write_table
 from keepmask.wire.rollouts import from_table, to_table
 

@@ -1,0 +1,1 @@
+"""How code is compiled for CPUs at run time: numba, torch's threads, vectors, tiles, programs. No operations."""

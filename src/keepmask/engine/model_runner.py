@@ -1,0 +1,242 @@
+"""`ModelRunner`: the model, its KV cache, and one forward."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepmask.config import EngineConfig
+from keepmask.engine.loading import device_of, dtype_of, load_model
+from keepmask.engine.probe import ModelProbe
+from keepmask.engine.scheduler import BlockCopy, ScheduledChunk
+from keepmask.errors import ConfigError
+from keepmask.forward.attention import AttentionContext, KVCache
+from keepmask.forward.decoder import Decoder
+from keepmask.forward.forward_batch import ForwardBatch
+from keepmask.forward.linear import Linear, linear_layer
+from keepmask.head.pairs import numba_can_read, pair_logits
+
+__all__ = ["LMHead", "ModelRunner"]
+
+_KV_SHARE_OF_FREE = 0.4
+"""Of the memory that is free once the model is loaded, the share that the KV cache takes by default."""
+
+_MAX_PAIRS = 16_384
+"""Rows of the head that are gathered at a time."""
+
+_HEAD_CHUNK = 16_384
+"""Rows of the head that are held in float32 at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What a model does to the product of hidden states and head weight: softcap(scale · x)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, settings: Any) -> HeadTransform:
+        """From the model's config: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
+        scale = getattr(settings, "logit_scale", None) or 1.0
+        scale /= getattr(settings, "logits_scaling", None) or 1.0
+        return cls(scale, getattr(settings, "final_logit_softcapping", None))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Computed in float32, so that half-precision logits are rounded twice at most: selection allows for that."""
+        if self.scale == 1.0 and self.softcap is None:
+            return logits
+        x = logits.float() * self.scale
+        if self.softcap is not None:
+            x = torch.tanh(x / self.softcap) * self.softcap
+        return x.to(logits.dtype)
+
+
+class LMHead:
+    """Logits of B hidden states: cheap ones over the whole vocabulary, exact float32 ones where asked.
+
+    hidden: [B, E]. Satisfies `keepmask.sampling.Head`.
+    """
+
+    def __init__(self, hidden: Tensor, linear: Linear, transform: HeadTransform) -> None:
+        self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
+        self.logits = transform(linear(hidden))
+
+    def rescore(self, rows: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        """[P] float32 logits of ids [P], accumulated and stored in float32; see `keepmask.sampling.Head`."""
+        if self.logits.dtype == torch.float32:
+            return self.logits[rows.repeat_interleave(offsets.diff()), ids]
+        states = self._hidden.contiguous()
+        compiled = numba_can_read(states, self._weight)
+        index = (
+            offsets if compiled else torch.arange(rows.numel(), device=rows.device).repeat_interleave(offsets.diff())
+        )
+        exact = pair_logits(
+            states,
+            rows,
+            self._weight,
+            ids,
+            offsets,
+            index,
+            max_pairs=_MAX_PAIRS,
+            impl="numba" if compiled else "gather",
+        )
+        return self._transform(exact if self._bias is None else exact + self._bias[ids].float())
+
+    def float32(self, rows: Tensor) -> Tensor:
+        """[M, V] float32 logits at rows [M] int64."""
+        if self.logits.dtype == torch.float32:
+            return self.logits[rows]
+        hidden = self._hidden[rows].float()
+        parts = [hidden @ weight.float().T for weight in torch.split(self._weight, _HEAD_CHUNK)]
+        logits = torch.cat(parts, -1)
+        return self._transform(logits if self._bias is None else logits + self._bias.float())
+
+
+class ModelRunner:
+    """Loads the model and runs it on flat batches of tokens.
+
+    Raises ConfigError naming what cannot be served: the model, its length, or the cache's size.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = device_of(config)
+        self.dtype = dtype_of(config, self.device)
+        self.model = load_model(config, self.device, self.dtype)
+        probe = ModelProbe(self.model, config.model)  # before its weights are packed
+        settings = self.model.config.get_text_config()
+        self._decoder = Decoder.of(self.model, max_num_tokens=config.max_num_batched_tokens)
+        head = self.model.get_output_embeddings()
+        self.linear_head = linear_layer([head.weight], getattr(head, "bias", None))
+        self.vocab_size = int(head.weight.shape[0])
+        self._transform = HeadTransform.of(settings)
+        self.max_model_len = _max_model_len(config, settings)
+        shapes = _kv_shapes(self.model)
+        block_bytes = sum(2 * heads * dim for heads, dim in shapes) * config.block_size * self.dtype.itemsize
+        num_blocks = _num_blocks(config, self.device, block_bytes, self.max_model_len)
+        if num_blocks * config.block_size < self.max_model_len:
+            if config.max_model_len is not None or not num_blocks:
+                needed = block_bytes * (1 if not num_blocks else -(-self.max_model_len // config.block_size))
+                have = config.kv_cache_memory_bytes or "what is free after loading the model"
+                raise ConfigError(
+                    f"kv_cache_memory_bytes={have}: max_model_len={self.max_model_len} needs {needed} bytes of KV "
+                    "cache; raise kv_cache_memory_bytes or lower max_model_len"
+                )
+            self.max_model_len = num_blocks * config.block_size
+        self.cache = KVCache.allocate(
+            shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=self.dtype, device=self.device
+        )
+        self.num_blocks = num_blocks
+        self.kv_cache_bytes = num_blocks * block_bytes
+        probe.check(self)
+        _give_back_memory()
+
+    def lay_out(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        """The batch of one forward over these chunks."""
+        cache = self.cache
+        return ForwardBatch.build(
+            chunks, block_size=cache.block_size, device=self.device, paged_context=cache.paged_context
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, copies: list[BlockCopy]) -> Tensor:
+        """[T, E] hidden states of the batch's tokens; their keys and values are in the cache afterwards."""
+        if copies:
+            pairs = torch.tensor([[copy.source, copy.target] for copy in copies], device=self.device)
+            self.cache.copy(pairs[:, 0], pairs[:, 1])
+        context = AttentionContext(batch, self.cache)
+        if self._decoder is not None:
+            return self._decoder(batch.input_ids, batch.positions, context)
+        output = self.model.base_model(
+            input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, keepmask=context
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> LMHead:
+        """The LM head over hidden states [B, E]."""
+        return LMHead(hidden, self.linear_head, self._transform)
+
+    def restore_weights(self) -> None:
+        """Give every parameter of the model its values, also where they are kept for the CPU's kernels only."""
+        for linear in self.linears:
+            linear.restore()
+
+    def refresh(self) -> None:
+        """Follow a change of the model's weights; memory that `restore_weights` took is given up."""
+        for linear in self.linears:
+            linear.refresh()
+        _give_back_memory()
+
+    def seconds(self) -> dict[str, float]:
+        """`Decoder.seconds` of the latest forward."""
+        return self._decoder.seconds() if self._decoder is not None else {}
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The matrix products that the runner does itself: those of the layers in order, then the head."""
+        return [*(self._decoder.linears if self._decoder is not None else ()), self.linear_head]
+
+
+def _give_back_memory() -> None:
+    """Let the system have what was freed in between: the C library would keep it for later."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def _max_model_len(config: EngineConfig, settings: Any) -> int:
+    own = getattr(settings, "max_position_embeddings", None)
+    if config.max_model_len is None:
+        if own is None:
+            raise ConfigError("max_model_len: the model's config names no context length; give one")
+        return int(own)
+    if own is not None and config.max_model_len > own:
+        raise ConfigError(f"max_model_len={config.max_model_len}: the model's context is {own} tokens")
+    return config.max_model_len
+
+
+def _kv_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """(Hkv, D) of each attention layer."""
+    settings = model.config.get_text_config()
+    heads = settings.num_attention_heads
+    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
+    dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    return [(int(kv_heads), int(dim))] * int(settings.num_hidden_layers)
+
+
+def _num_blocks(config: EngineConfig, device: torch.device, block_bytes: int, max_model_len: int) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // block_bytes
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return min(useful, int(_free_bytes(device) * _KV_SHARE_OF_FREE) // block_bytes)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
+    return 4 * 2**30  # no such file on this platform: a size that any machine running a model has
+
+
+def _cgroup_free_bytes() -> int:
+    root = Path("/sys/fs/cgroup")
+    limit, used = _lines(root / "memory.max"), _lines(root / "memory.current")
+    return int(limit[0]) - int(used[0]) if limit and used and limit[0].isdecimal() else 2**63
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""A model's forward over a paged cache: batches, attention, decoder layers, linear layers."""

@@ -1,1 +1,0 @@
-"""One operation a module: its definition in PyTorch or NumPy, and compiled forms beside it."""

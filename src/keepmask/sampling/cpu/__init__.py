@@ -1,0 +1,1 @@
+"""The sampler on CPUs: candidates first, in compiled kernels."""

@@ -1,0 +1,69 @@
+"""The kernels compile for a CUDA device, without one at hand, and divide as IEEE 754 says."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# Interpreted and compiled functions do not share a process.
+SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+
+from keepmask.forward.paged_attention_triton import attend
+from keepmask.sampling.cuda.candidates_triton import decide_rows
+from keepmask.sampling.cuda.compaction_triton import compact_rows
+from keepmask.sampling.cuda.entries_triton import best_rows, ranks_in_tiles
+from keepmask.sampling.cuda.select_triton import collect, scan
+
+FLOAT64 = {"floats_ptr", "sums_ptr", "weight_ptr", "highest_ptr", "log_weight_ptr"}
+INT64 = {"ints_ptr", "token_ptr"}
+FLOAT32 = {"logits_ptr", "z_ptr", "score_ptr", "bound_ptr", "support_logprobs_ptr", "token_s_ptr", "token_logprob_ptr"}
+FLOAT32 |= {"top_s_ptr", "top_logprobs_ptr"}
+
+
+def type_of(name):
+    for names, type_name in ((FLOAT64, "*fp64"), (INT64, "*i64"), (FLOAT32, "*fp32")):
+        if name in names:
+            return type_name
+    return "*i32" if name.endswith("_ptr") else "i32"
+
+
+for kernel, constants, num_warps in (
+    (scan, {"GROUP": 64, "TILE": 4096}, 8),
+    (collect, {"TILES": 64, "GROUP": 64, "GROUPS": 4096, "TILE": 1024}, 8),
+    (decide_rows, {"ALL": False, "TILE": 512}, 4),
+    (decide_rows, {"ALL": True, "TILE": 4096}, 16),
+    (compact_rows, {"TILE": 4096}, 8),
+    (best_rows, {"ALL": False, "TILE": 512}, 4),
+    (best_rows, {"ALL": True, "TILE": 4096}, 16),
+    (ranks_in_tiles, {"TILE": 4096}, 8),
+):
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    print(kernel.__name__, "div.rn.f32" in ptx, "div.full" in ptx or "div.approx" in ptx)
+
+constants = {"GROUPS": 4, "ROWS": 16, "D": 128, "BLOCK": 16, "KEYS": 64, "CAPPED": True, "WIDENS": False}
+types = {name: "*bf16" for name in ("query_ptr", "keys_ptr", "values_ptr", "out_ptr")}
+types |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
+signature = {name: types.get(name) or type_of(name) for name in attend.arg_names}
+source = ASTSource(attend, signature, constexprs=constants)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+print("attend", "mma" in ptx, "nothing else")
+"""
+
+
+def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 9
+    assert all(line[1:] == ["True", "False"] for line in lines[:-1]), lines
+    assert lines[-1][:2] == ["attend", "True"]
