@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from keepmask.forward import layer_ops
 from keepmask.forward.attention import AttentionContext, attend
 from keepmask.forward.layer_ops import fastest
 from keepmask.forward.linear import Linear, is_tiled, linear_layer

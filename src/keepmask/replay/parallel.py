@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepmask.errors import MaskError
-from keepmask.replay.pairs import RowStats, merge
+from keepmask.replay.row_scores import RowStats, merge
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,9 +11,9 @@ from torch import Tensor
 from keepmask.head.form import PairTransforms
 from keepmask.head.pair_rows import member_logprobs, pair_gradient, row_sums
 from keepmask.replay.full import full_backward, full_stats
-from keepmask.replay.pairs import RowStats, divergence, divergence_gradient, finish, members_gradient
 from keepmask.replay.parallel import VocabParallel
 from keepmask.replay.plan import Plan
+from keepmask.replay.row_scores import RowStats, divergence, divergence_gradient, finish, members_gradient
 from keepmask.replay.scores import RowStatus
 from keepmask.replay.source import LogitSource
 from keepmask.replay.support import Support

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from keepmask import __version__
 from keepmask.errors import KeepmaskError
-from keepmask.server import openai, sglang, tokens
+from keepmask.server import model_routes, openai, sglang, tokens, weight_routes
 from keepmask.server.auth import Auth
 from keepmask.server.body import HeaderLimit
 from keepmask.server.document import answers, describe_api
