@@ -1,1 +1,1 @@
-"""Other places that rollouts come from: this server and others over HTTP, vLLM, SGLang, Ray."""
+"""Clients of servers that roll out: this package's own, and vLLM's, over HTTP."""
