@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_replay_pairs import Pairs, T, V
+from test_pairs import Pairs, T, V
 
 from keepmask.head import pair_scores, pairs
 from keepmask.head.form import HeadForm, PairTransforms

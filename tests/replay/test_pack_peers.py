@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_batch import V, draw, score
+from test_replay_batch import V, draw, score
 
 from keepmask.replay import ReplayBatch
 from keepmask.wire import peers

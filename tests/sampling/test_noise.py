@@ -57,12 +57,12 @@ def test_uniforms_are_half_odd_multiples_of_two_to_the_minus_52(token_id, positi
 @given(st.integers(0, 2**20), st.integers(0, 1023), SEEDS)
 def test_both_forms_give_the_same_noise(position, completion, seed):
     ids = np.random.default_rng(position).integers(0, 2**18, 200)
-    noise = np.empty(200)
-    noise_numba.gumbels(ids, position, completion, seed, noise)
+    compiled = np.empty(200)
+    noise_numba.gumbels(ids, position, completion, seed, compiled)
     expected = noise.gumbel(
         torch.from_numpy(ids), torch.tensor(position), torch.tensor(completion), torch.tensor(seed)
     ).numpy()
-    np.testing.assert_allclose(noise, expected, rtol=0, atol=4e-15)
+    np.testing.assert_allclose(compiled, expected, rtol=0, atol=4e-15)
 
 
 @given(st.integers(0, 2**18), st.integers(0, 2**20), st.integers(0, 1023), SEEDS, st.integers(1, 70))

@@ -37,7 +37,7 @@ class Process:
 
     def __init__(self, checkpoint: Path, log: Path, *arguments: str, **environment: str) -> None:
         launch = (
-            "import argparse, sys; from keepmask.server import cli; parser = argparse.ArgumentParser(); "
+            "import argparse, sys; from keepmask.commands import serve; parser = argparse.ArgumentParser(); "
             "serve.add_arguments(parser); args = parser.parse_args(); sys.exit(args.run(args))"
         )
         self.log = log
