@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keepmask.replay import objectives, ratios, stats
     from keepmask.replay.history import LogitBias, TokenHistory
+    from keepmask.replay.lm_head import add_lm_head
     from keepmask.replay.logprobs import logprobs_from_hidden, logprobs_from_logits
+    from keepmask.replay.mask_store import MaskStore
     from keepmask.replay.mismatch import Mismatch, TokenMismatch, measure_mismatch
     from keepmask.replay.outside import MassOutside, estimate_mass_outside
     from keepmask.replay.parallel import VocabParallel
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "LogitBias": "keepmask.replay.history",
+    "MaskStore": "keepmask.replay.mask_store",
     "MassOutside": "keepmask.replay.outside",
     "Mismatch": "keepmask.replay.mismatch",
     "PaddedBatch": "keepmask.replay.views",
@@ -35,6 +38,7 @@ _HOME = {
     "TokenMismatch": "keepmask.replay.mismatch",
     "TokenTransforms": "keepmask.replay.transforms",
     "VocabParallel": "keepmask.replay.parallel",
+    "add_lm_head": "keepmask.replay.lm_head",
     "estimate_mass_outside": "keepmask.replay.outside",
     "logprobs_from_hidden": "keepmask.replay.logprobs",
     "logprobs_from_logits": "keepmask.replay.logprobs",
@@ -43,6 +47,7 @@ _HOME = {
 
 __all__ = [
     "LogitBias",
+    "MaskStore",
     "MassOutside",
     "Mismatch",
     "PaddedBatch",
@@ -55,6 +60,7 @@ __all__ = [
     "TokenMismatch",
     "TokenTransforms",
     "VocabParallel",
+    "add_lm_head",
     "estimate_mass_outside",
     "logprobs_from_hidden",
     "logprobs_from_logits",
