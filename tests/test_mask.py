@@ -111,6 +111,21 @@ def test_copies_are_equal_and_read_only(rows, with_logprobs):
         assert not other.ids.flags.writeable
 
 
+def test_object_arrays_hold_masks_whole(monkeypatch):
+    masks = [mask_of([[1], [2, 3]]), mask_of([[4], [5]], with_logprobs=True), mask_of([])]
+    for array in (np.array(masks, object), np.array(masks), np.fromiter(masks, object, 3)):
+        assert array.shape == (3,)
+        assert array.dtype == object
+        assert all(held is mask for held, mask in zip(array, masks, strict=True))
+    array = np.array(masks, object)
+    chunks = np.concatenate([np.repeat(part, 2) for part in np.array_split(array, 2)])  # as DataProto does
+    assert chunks.tolist() == [masks[0], masks[0], masks[1], masks[1], masks[2], masks[2]]
+    monkeypatch.setattr(SamplingMask, "__init__", None)  # nothing is checked again
+    assert pickle.loads(pickle.dumps(array)).tolist() == masks
+    assert copy.deepcopy(array).tolist() == masks
+    assert masks[0][1:].token_ids == [[2, 3]]
+
+
 # ---------------------------------------------------------------- rows
 
 

@@ -116,7 +116,7 @@ class SamplingMask:
         stop = max(start, stop)
         low, high = self.offsets[start], self.offsets[stop]
         logprobs = None if self.logprobs is None else self.logprobs[low:high]
-        return SamplingMask(self.ids[low:high], self.offsets[start : stop + 1] - low, logprobs)
+        return SamplingMask.adopt(self.ids[low:high], self.offsets[start : stop + 1] - low, logprobs)
 
     def take(self, rows: ArrayLike) -> SamplingMask:
         """The mask made of these rows, in this order."""
@@ -127,7 +127,7 @@ class SamplingMask:
         counts = self.counts[index]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         flat = np.repeat(self.offsets[index] - offsets[:-1], counts) + np.arange(offsets[-1])
-        return SamplingMask(self.ids[flat], offsets, None if self.logprobs is None else self.logprobs[flat])
+        return SamplingMask.adopt(self.ids[flat], offsets, None if self.logprobs is None else self.logprobs[flat])
 
     def row(self, t: int) -> NDArray[np.int32] | None:
         """The support at position t, ascending; None where it is the whole vocabulary."""
@@ -183,8 +183,20 @@ class SamplingMask:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __reduce__(self) -> tuple[type[SamplingMask], tuple[Any, ...]]:
-        return type(self), (self.ids, self.offsets, self.logprobs)  # a copy is checked and read-only too
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return SamplingMask.adopt, (self.ids, self.offsets, self.logprobs)  # checked when they were made
+
+    def __copy__(self) -> SamplingMask:
+        return self  # nothing of it can change
+
+    def __deepcopy__(self, _memo: object) -> SamplingMask:
+        return self
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.object_]:
+        """One item of an object array: containers that make arrays of their items keep each mask whole."""
+        array = np.empty((), np.object_)
+        array[()] = self
+        return array
 
     def __repr__(self) -> str:
         extra = ", with logprobs" if self.logprobs is not None else ""

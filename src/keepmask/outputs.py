@@ -123,6 +123,8 @@ class Rollout:
     """[T], the scored policy's log-probabilities on the support (replayed)."""
     policy_full_logprobs: NDArray[np.float32] | None = None
     """[T], the scored policy's log-probabilities over the whole vocabulary, temperature applied."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What came with the prompt and is not the engine's: an answer, a data source; JSON values by name."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rollout):

@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -114,3 +115,54 @@ def test_damaged_files_are_read_or_refused_but_never_crash(whole, data):
     with contextlib.suppress(MaskError):
         read_footer(other)
         assert all(len(rollout.sampling_mask or ()) in (0, 12) for rollout in read(other))
+
+
+def bomb(path, change, *, rows=1):
+    """A rollout file in which one column, made anew, decodes to far more than it takes."""
+    table = pa.concat_tables([to_table([made_rollout()])] * rows)
+    name, values = change(rows)
+    field = table.schema.field(name)
+    table = table.set_column(table.schema.get_field_index(name), field, values.cast(field.type))
+    with pq.ParquetWriter(path, table.schema, compression="zstd", use_dictionary=True) as writer:
+        writer.write_table(table, row_group_size=rows)
+        writer.add_key_value_metadata({b"keepmask": json.dumps({"format": 1, "keepmask": "0.1.0", "run": {},
+                                                                "token_text": {}}).encode()})  # fmt: skip
+    return path
+
+
+BOMBS = {
+    "repeated ids": lambda rows: ("token_ids", pa.array([np.zeros(2**25, np.int32)] * rows)),
+    "empty rows of a mask": lambda rows: (
+        "sampling_mask",
+        pa.ListArray.from_arrays(
+            [0, 2**25], pa.ListArray.from_arrays(np.zeros(2**25 + 1, np.int32), pa.array([], "i4"))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", BOMBS.values(), ids=BOMBS)
+def test_a_small_file_that_decodes_to_much_is_refused_before_it_is_decoded(tmp_path, change):
+    path = bomb(tmp_path / "bomb", change)
+    assert path.stat().st_size < 2**18
+    pool = pa.default_memory_pool()
+    peak = pool.max_memory()
+    with pytest.raises(MaskError, match=r"bomb: a row group of \d+ bytes decoded, where at most 268435456 are read"):
+        read(path)
+    assert pool.max_memory() <= peak + 2**20
+
+
+def test_one_string_said_many_times_is_refused_by_what_it_means(tmp_path):
+    path = bomb(tmp_path / "bomb", lambda rows: ("prompt", pa.array(["x" * 2**18] * rows)), rows=2048)
+    assert path.stat().st_size < 2**18
+    with pytest.raises(MaskError, match="bytes decoded, where at most 268435456 are read"):
+        read(path)
+
+
+def test_json_nested_deeply_in_the_footer_is_refused(tmp_path):
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, pa.schema([])) as writer:
+        writer.add_key_value_metadata({b"keepmask": b"[" * 100_000})
+    (tmp_path / "f").write_bytes(sink.getvalue())
+    with pytest.raises(MaskError, match=r"f: JSON nested too deeply"):
+        read_footer(tmp_path / "f")

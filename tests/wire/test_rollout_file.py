@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from keepmask.errors import ConfigError, MaskError
+from keepmask.wire.parquet import write_table
 from keepmask.wire.rollout_file import RolloutWriter, read_rollouts, write_rollouts
+from keepmask.wire.rollouts import to_table
 from made_rollouts import METADATA, made_rollout, made_rollouts, token_text
 
 
@@ -277,3 +279,28 @@ def test_a_long_write_makes_several_parts(path, monkeypatch):
         assert len(list(writer.folder.glob("part-*"))) > 1
         writer.finish()
     assert read_rollouts(path)[0] == made_rollouts(num_requests=4)
+
+
+def test_a_completion_that_is_there_twice_is_refused(path):
+    with path.open("wb") as stream:
+        write_table(stream, to_table([made_rollout("1"), made_rollout("2"), made_rollout("1")]), METADATA, {})
+    with pytest.raises(MaskError, match=r"rollouts\.parquet: request '1', completion 0: is there twice"):
+        read_rollouts(path)
+
+
+def test_a_writer_killed_while_it_finishes_leaves_nothing_behind(path, tmp_path):
+    code = _CHILD.replace("range(10_000)", "range(2)") + textwrap.dedent("""
+        import os, signal
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # the whole file is written, but has no name yet
+        writer.finish()
+    """)
+    child = subprocess.run([sys.executable, "-c", code, str(path), str(Path(__file__).parents[1])], check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["rollouts.parquet.parts"]
+    assert any(name.endswith(".tmp") for name in os.listdir(tmp_path / "rollouts.parquet.parts"))
+    (tmp_path / ".rollouts.parquet.parts.done").mkdir()  # as a kill while tidying may leave it
+    with RolloutWriter(path, METADATA) as writer:
+        assert not list(writer.folder.glob(".*.tmp"))
+        writer.finish()
+    assert os.listdir(tmp_path) == ["rollouts.parquet"]
+    assert read_rollouts(path)[0] == [*group("0"), *group("1")]

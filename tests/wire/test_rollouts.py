@@ -1,8 +1,11 @@
+import dataclasses
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from wire_masks import CORNERS
 
+import keepmask.wire.rollouts as rollouts_module
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import Rollout, WeightVersionSpan
@@ -78,6 +81,52 @@ def changed(name, values, rows=2):
     field = base.schema.field(name)
     nullable = pa.field(name, values.type)
     return base.set_column(base.schema.get_field_index(field.name), nullable, values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": np.full(12, -1, np.int32)}, r"token_ids must be in \[0, 2147483648\), got -1..-1"),
+        ({"prompt_token_ids": np.array([3, -2], np.int32)}, r"prompt_token_ids must be in .*, got -2..3"),
+        ({"completion_index": -1}, r"completion_index must be in \[0, 2147483648\)"),
+        ({"seed": 2**64}, r"seed=18446744073709551616 must be in \[-2\*\*63, 2\*\*64\)"),
+        ({"seed": -(2**63) - 1}, "seed=-9223372036854775809"),
+        (
+            {"logprobs": np.array([0.0] * 5 + [np.nan] * 7, np.float32)},
+            "logprobs must be finite; nan is not, at token 5",
+        ),
+        ({"policy_logprobs": np.full(12, -np.inf, np.float32)}, "policy_logprobs must be finite; -inf is not"),
+        ({"weight_versions": ((0, 5, "a"), (6, 12, "b"))}, r"\[0, 5\), \[6, 12\) must follow one another"),
+        ({"weight_versions": ((0, 5, "a"), (5, 11, "b"))}, "from token 0 to 12"),
+        ({"weight_versions": ((1, 12, "a"),)}, "from token 0 to 12"),
+        ({"weight_versions": ((0, 13, "a"), (13, 12, "b"))}, "must not end before they start"),
+    ],
+)
+def test_what_the_format_excludes_is_refused_on_writing_and_on_reading(changes, message, monkeypatch):
+    if "weight_versions" in changes:
+        changes = {"weight_versions": tuple(WeightVersionSpan(*span) for span in changes["weight_versions"])}
+    wrong = dataclasses.replace(made_rollout(), **changes)
+    with pytest.raises(MaskError, match=f"request '0', completion .*: .*{message}"):
+        to_table([wrong])
+    monkeypatch.setattr(rollouts_module, "_check", lambda _rollout: None)  # another writer
+    table = to_table([made_rollout("good"), wrong])
+    monkeypatch.undo()
+    with pytest.raises(MaskError, match=f"row 1: request '0', completion .*: .*{message}"):
+        list(from_table(conform(table)))
+
+
+def test_nested_json_in_a_column_is_refused_not_overflown():
+    for name in ("sampling_params", "stop_reason", "extra"):
+        deep = pa.array(["{}", "[" * 100_000])
+        with pytest.raises(MaskError, match=r"row 1: JSON nested too deeply|row 0: stop_reason"):
+            list(from_table(conform(changed(name, deep))))
+
+
+def test_what_came_with_the_prompt_round_trips():
+    extra = {"answer": 4, "source": {"name": "gsm8k", "rows": [1, 2]}, "text": "\u2028"}
+    assert round_trip(made_rollout(extra=extra), made_rollout("1"))[0].extra == extra
+    older = to_table(made_rollouts()).drop_columns(["extra"])
+    assert list(from_table(conform(older))) == made_rollouts()
 
 
 BAD_TABLES = {

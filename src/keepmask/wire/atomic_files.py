@@ -13,13 +13,17 @@ __all__ = ["write_atomically"]
 
 
 @contextlib.contextmanager
-def write_atomically(path: Path, *, kept: str = "nothing there was changed") -> Iterator[BinaryIO]:
+def write_atomically(
+    path: Path, *, kept: str = "nothing there was changed", scratch: Path | None = None
+) -> Iterator[BinaryIO]:
     """A stream for the new contents of `path`, which replaces it when the block ends without an exception.
 
     The bytes are on the disk before the name is: written beside the file, synced, renamed. An OSError passes with a
     message that names the file and ends with `kept`; the file itself and its folder are then as they were.
+    scratch: the folder to write in, on the same disk (default: the file's own). A kill of the process leaves
+    `.<name>.<digits>.tmp` there, for the owner of the folder to remove.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = (scratch or path.parent) / f".{path.name}.{secrets.token_hex(6)}.tmp"
     try:
         with temporary.open("xb") as stream:
             yield stream

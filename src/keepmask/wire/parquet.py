@@ -21,8 +21,13 @@ FORMAT = 1
 """Version of the layout in docs/format.md; a reader refuses a newer one."""
 
 _KEY = b"keepmask"
+_STRINGS = ["request_id", "prompt", "text", "sampling_params", "finish_reason", "stop_reason", "extra"]
 _ZSTD_LEVEL = 3
 _ROW_GROUP_BYTES = 2**26  # uncompressed; what a reader holds at a time
+_LEVEL_BYTES = 16  # a value read takes at most: itself, its offset, and its levels
+_MIN_DECODED_BYTES, _MAX_EXPANSION = 2**28, 256
+"""A row group may take so much memory: 256 MiB, or so many times its file; real ones take 2 to 20 times."""
+
 _CACHED_ROW_GROUPS = 64  # requests finish nearly in order, so merging them in order reads few parts at a time
 
 
@@ -73,13 +78,42 @@ def row_groups(file: Path) -> list[RowGroup]:
 
 
 def read_table(group: RowGroup) -> Any:
-    """The rows of a row group; raises MaskError naming the file when checksums or types are wrong."""
+    """The rows of a row group; raises MaskError naming the file when checksums, types or sizes are wrong."""
     with _opened(group.file) as parquet:
-        table = parquet.read_row_group(group.number)
+        names = schema().names
+        found = [name for name in parquet.schema_arrow.names if name in names]
+        most = max(_MIN_DECODED_BYTES, _MAX_EXPANSION * group.file.stat().st_size)
+        _check_size(parquet.metadata.row_group(group.number), set(found), most)
+        table = parquet.read_row_group(group.number, columns=found, use_threads=False)
+        if (size := sum(map(_plain_bytes, table.columns))) > most:
+            raise _too_large(size, most)
     try:
         return conform(table)
     except MaskError as error:
         raise MaskError(f"{group.file}: {error}") from error
+
+
+def _check_size(row_group: Any, names: set[str], most: int) -> None:
+    """Refuse, by what the footer declares, a row group that would take more than `most` bytes."""
+    columns = [row_group.column(i) for i in range(row_group.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.split(".")[0] in names]
+    size = sum(column.total_uncompressed_size + _LEVEL_BYTES * column.num_values for column in columns)
+    if size > most or any(min(column.total_uncompressed_size, column.num_values) < 0 for column in columns):
+        raise _too_large(size, most)
+
+
+def _plain_bytes(column: Any) -> int:
+    """Bytes of a column whose strings are read as dictionaries, which may say little and mean much, once plain."""
+    pa = load_pyarrow()
+    if not pa.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    compute = load_pyarrow("pyarrow.compute")
+    lengths = (compute.binary_length(part.dictionary).take(part.indices) for part in column.chunks)
+    return sum(compute.sum(each.cast(pa.int64())).as_py() or 0 for each in lengths)
+
+
+def _too_large(size: int, most: int) -> MaskError:
+    return MaskError(f"a row group of {size} bytes decoded, where at most {most} are read; write smaller row groups")
 
 
 def keys(table: Any) -> list[tuple[str, int]]:
@@ -149,8 +183,12 @@ def _opened(file: Path) -> Iterator[Any]:
     pa, pq = load_pyarrow(), load_pyarrow("pyarrow.parquet")
     with file.open("rb") as stream:
         try:
-            yield pq.ParquetFile(stream, page_checksum_verification=True)
-        except MaskError:
-            raise
+            metadata = pq.read_metadata(stream)
+            strings = [name for name in metadata.schema.to_arrow_schema().names if name in _STRINGS]
+            yield pq.ParquetFile(stream, metadata=metadata, page_checksum_verification=True, read_dictionary=strings)
+        except MaskError as error:
+            raise error if str(error).startswith(str(file)) else MaskError(f"{file}: {error}") from error
+        except RecursionError:
+            raise MaskError(f"{file}: JSON nested too deeply in its metadata") from None
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise MaskError(f"{file}: damaged, or not a rollout file: {str(error)[:200]}") from error

@@ -14,40 +14,53 @@ from numpy.typing import NDArray
 from keepmask.errors import MaskError
 from keepmask.wire.limits import Limits
 
-__all__ = ["FLOAT32", "INT32", "brief", "field", "read_array"]
+__all__ = ["FLOAT32", "INT32", "brief", "field", "read_array", "read_flags"]
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32")}
 INT32, FLOAT32 = _DTYPES["int32"], _DTYPES["float32"]
 
 
 def read_array(name: str, value: object, dtype: np.dtype[Any], limits: Limits, *, ndim: int = 1) -> NDArray[Any]:
-    """`value` as a NumPy array of `ndim` dimensions whose numbers are integers or floats, as `dtype` is.
+    """`value` as a NumPy array of `ndim` dimensions: int64 where `dtype` is an integer, else floats.
 
     Takes arrays, lists and CPU tensors as they are; bytes as little-endian `dtype`; text as base64 of the same; and
     packed arrays, `{data, shape, dtype}`, with data in base64 (SkyRL) or, marked `__nd__`, in bytes (verifiers).
-    Values are not converted. Raises MaskError naming `name`: absent, not such an array, or beyond the limits.
+    Raises MaskError naming `name`: absent, not such an array, or beyond the limits; rows are counted where ndim is 2.
     """
     if value is None:
         raise MaskError(f"{name}: absent")
     if isinstance(value, Mapping):
-        return _envelope(name, value, dtype, limits, ndim)
-    if isinstance(value, str | bytes | bytearray | memoryview):
+        array = _envelope(name, value, dtype, limits, ndim)
+    elif isinstance(value, str | bytes | bytearray | memoryview):
         data = _raw(name, value, limits, is_text=isinstance(value, str))
         if ndim != 1 or len(data) % dtype.itemsize:
             raise MaskError(f"{name}: {len(data)} bytes are not a flat array of {dtype.name}")
-        return np.frombuffer(data, dtype)
-    if isinstance(value, Sequence):
-        limits.check(num_rows=0, num_ids=len(value))
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MaskError(f"{name}: not a regular array of numbers ({error})") from None
+        array = np.frombuffer(data, dtype)
+    else:
+        if isinstance(value, Sequence):
+            limits.check(num_rows=len(value) if ndim > 1 else 0, num_ids=len(value))
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of a device
+            raise MaskError(f"{name}: not a regular array of numbers ({error})") from None
     if array.size and array.dtype.kind not in ("iu" if dtype.kind == "i" else "iuf"):
         raise MaskError(f"{name}: must hold {dtype.name}, got {array.dtype}")
     if array.ndim != ndim:
         raise MaskError(f"{name}: must have {ndim} dimension{'s' if ndim > 1 else ''}, got shape {list(array.shape)}")
-    limits.check(num_rows=0, num_ids=array.size)
-    return array if array.size else array.astype(dtype)
+    limits.check(num_rows=array.shape[0] if ndim > 1 else 0, num_ids=max(array.size, *array.shape))
+    if dtype.kind != "i":
+        return array if array.size else array.astype(dtype)
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise MaskError(f"{name}: must hold {dtype.name}, got {array.max()}")
+    return array.astype(np.int64, copy=False)
+
+
+def read_flags(name: str, values: object, num_rows: int) -> NDArray[np.bool_]:
+    """[num_rows] bool: one flag (or 0 and 1) a row. Raises MaskError naming `name`."""
+    flags = np.asarray(values)
+    if flags.shape != (num_rows,) or (flags.size and flags.dtype.kind not in "biuf"):
+        raise MaskError(f"{name}: {list(flags.shape)} flags for {num_rows} rows; each row has its flag")
+    return flags.astype(np.bool_)
 
 
 def field(holder: object, name: str) -> Any:
@@ -74,6 +87,7 @@ def _envelope(name: str, value: Mapping[Any, Any], dtype: np.dtype[Any], limits:
     raw = _raw(name, data, limits, is_text=not value.get("__nd__"))
     if len(raw) != math.prod(shape) * _DTYPES[kind].itemsize:
         raise MaskError(f"{name}: {len(raw)} bytes for {kind} of shape {brief(shape)}")
+    limits.check(num_rows=0, num_ids=max(shape))  # of no bytes, where another dimension is 0
     return np.frombuffer(raw, _DTYPES[kind]).reshape(shape)
 
 

@@ -8,6 +8,7 @@ what it was given, within `limits`. A row of no ids stands for the whole vocabul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.wire.limits import DEFAULT_LIMITS, Limits
 from keepmask.wire.nested import from_lists
-from keepmask.wire.peer_arrays import FLOAT32, INT32, brief, field, read_array
+from keepmask.wire.peer_arrays import FLOAT32, INT32, brief, field, read_array, read_flags
 
 __all__ = [
     "from_ids_counts",
@@ -46,13 +47,8 @@ def from_ids_offsets(
     ids [N] and offsets [T+1] integers; logprobs [N] floats, aligned with ids (miles' support_logprobs), or None.
     """
     _both_or_neither("ids", ids, "offsets", offsets)
-    flat, bounds = read_array("ids", ids, INT32, limits), read_array("offsets", offsets, INT32, limits)
-    if not bounds.size or bounds[0] != 0 or bounds[-1] != flat.size or (np.diff(bounds) < 0).any():
-        raise MaskError(
-            f"offsets: must start at 0, not decrease and end at the number of ids, {flat.size}; "
-            f"got {brief(bounds.tolist())}"
-        )
-    return _mask(flat, bounds.astype(np.int64), logprobs, limits)
+    flat = read_array("ids", ids, INT32, limits)
+    return _mask(flat, _bounds("offsets", offsets, flat.size, "ids", limits), logprobs, limits)
 
 
 def from_ids_counts(
@@ -72,16 +68,14 @@ def from_ids_counts(
     flat, widths = read_array("ids", ids, INT32, limits), read_array("counts", counts, INT32, limits)
     if (negative := np.flatnonzero(widths < 0)).size:
         raise MaskError(f"counts: must be >= 0; negative at row {negative[0]}")
-    total = int(widths.sum(dtype=np.int64))
+    total = sum(widths.tolist())  # exact: counts of 2**62 would wrap
     if total != flat.size:
         raise MaskError(f"counts: add up to {total}, but there are {flat.size} ids")
-    mask = _mask(flat, np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), logprobs, limits)
+    limits.check(num_rows=widths.size, num_ids=total)
+    mask = _mask(flat, np.concatenate([[0], np.cumsum(widths)]), logprobs, limits)
     if sampled is None:
         return mask
-    kept = np.asarray(sampled)
-    if kept.shape != widths.shape:
-        raise MaskError(f"sampled: {list(kept.shape)} flags for {widths.size} rows; each row has its flag")
-    kept = kept.astype(np.bool_)
+    kept = read_flags("sampled", sampled, widths.size)
     if (stray := np.flatnonzero(~kept & (widths > 0))).size:
         raise MaskError(f"counts: row {stray[0]} holds ids, but its token was not sampled ({stray.size} such rows)")
     return mask.take(np.flatnonzero(kept))
@@ -135,9 +129,9 @@ def from_sglang(meta_info: Mapping[str, Any], *, limits: Limits = DEFAULT_LIMITS
             "sampling_mask_mode='exact' or raise --sampling-mask-max-tokens"
         )
     length = meta_info.get("output_token_sampling_mask_length")
-    if length is not None and isinstance(rows, Sequence) and length != len(rows):
+    if length is not None and isinstance(rows, Sequence) and (type(length) is not int or length != len(rows)):
         raise MaskError(
-            f"output_token_sampling_mask_length: {length}, but there are {len(rows)} rows; "
+            f"output_token_sampling_mask_length: {brief(length)}, but there are {len(rows)} rows; "
             "join the parts of an incremental stream before reading the mask"
         )
     logprobs = meta_info.get("output_token_sampling_mask_logprobs")
@@ -180,51 +174,70 @@ def to_slime(mask: SamplingMask) -> dict[str, NDArray[np.int32]]:
     return {"rollout_top_p_token_ids": mask.ids, "rollout_top_p_token_offsets": mask.offsets.astype(np.int32)}
 
 
-def from_skyrl(sample_support: object, logprobs: object = None, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
+def from_skyrl(
+    sample_support: object,
+    logprobs: object = None,
+    *,
+    loss_mask: ArrayLike | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> SamplingMask:
     """SkyRL's `rollout_sample_support`: [T, top_k] int32, each row's ids followed by -1 padding.
 
     Takes the array and the wire envelope `{data: base64, shape, dtype}`. logprobs: [T, top_k] float32 in the same
-    layout, normalised over the support. A row of nothing but padding is a whole-vocabulary row.
+    layout, normalised over the support. loss_mask: [T] flags; the mask has the rows of the flagged tokens, by default
+    of all. A row of nothing but padding says that no support was captured: it is refused inside the loss.
     """
     rows = read_array("rollout_sample_support", sample_support, INT32, limits, ndim=2)
     kept = rows != SKYRL_PADDING
     if (inner := np.flatnonzero((~kept[:, :-1] & kept[:, 1:]).any(1))).size:
         raise MaskError(f"rollout_sample_support: padding must come last in a row; it does not in row {inner[0]}")
-    offsets = np.concatenate([[0], np.cumsum(kept.sum(1), dtype=np.int64)])
-    if logprobs is None:
-        return _mask(rows[kept], offsets, None, limits)
-    values = read_array("rollout_sample_support_logprobs", logprobs, FLOAT32, limits, ndim=2)
-    if values.shape != rows.shape:
-        raise MaskError(
-            f"rollout_sample_support_logprobs: shape {list(values.shape)} for ids of shape {list(rows.shape)}"
-        )
-    return _mask(rows[kept], offsets, values[kept], limits)
+    limits.check(num_rows=len(rows), num_ids=int(kept.sum()))
+    values = None
+    if logprobs is not None:
+        values = read_array("rollout_sample_support_logprobs", logprobs, FLOAT32, limits, ndim=2)
+        if values.shape != rows.shape:
+            raise MaskError(
+                f"rollout_sample_support_logprobs: shape {list(values.shape)} for ids of shape {list(rows.shape)}"
+            )
+        values = values[kept]
+    mask = _mask(rows[kept], np.concatenate([[0], np.cumsum(kept.sum(1))]), values, limits)
+    return _captured(mask, loss_mask)
 
 
 def from_skyrl_packed(
-    values: object, cu_seqlens: object, row_offsets: object = None, *, limits: Limits = DEFAULT_LIMITS
+    values: object,
+    cu_seqlens: object,
+    row_offsets: object = None,
+    *,
+    loss_mask: ArrayLike | None = None,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> list[SamplingMask]:
     """SkyRL's packed trainer fields, one mask a trajectory.
 
     PackedTensor: values [sum T, top_k] padded with -1, cu_seqlens [B+1] in rows. PackedRaggedTensor: values [N],
-    row_offsets [sum T + 1], cu_seqlens [B+1] in rows.
+    row_offsets [sum T + 1], cu_seqlens [B+1] in rows. loss_mask: [sum T] flags, as in `from_skyrl`.
     """
     if row_offsets is None:
-        whole = from_skyrl(values, limits=limits)
+        num_rows = len(read_array("values", values, INT32, limits, ndim=2))
+        whole = from_skyrl(values, loss_mask=loss_mask, limits=limits)
     else:
         whole = from_ids_offsets(values, row_offsets, limits=limits)
-    bounds = read_array("cu_seqlens", cu_seqlens, INT32, limits)
-    if not bounds.size or bounds[0] != 0 or bounds[-1] != len(whole) or (np.diff(bounds) < 0).any():
-        raise MaskError(
-            f"cu_seqlens: must start at 0, not decrease and end at the number of rows, {len(whole)}; "
-            f"got {brief(bounds.tolist())}"
-        )
-    return [whole[start:stop] for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+        num_rows = len(whole)
+        whole = _captured(whole, loss_mask)
+    bounds = _bounds("cu_seqlens", cu_seqlens, num_rows, "rows", limits)
+    if loss_mask is not None:  # rows before each bound that are in the loss
+        bounds = np.concatenate([[0], np.cumsum(read_flags("loss_mask", loss_mask, num_rows))])[bounds]
+    return [whole[start:stop] for start, stop in pairwise(bounds.tolist())]
 
 
 def to_skyrl(mask: SamplingMask, top_k: int | None = None) -> NDArray[np.int32]:
-    """[T, top_k] int32, each row's ids followed by -1; top_k defaults to the widest row. Refuses wider rows."""
+    """[T, top_k] int32, each row's ids followed by -1; top_k defaults to the widest row.
+
+    Refuses wider rows, and rows of the whole vocabulary: padding alone would say that nothing was captured.
+    """
     counts = mask.counts
+    if (whole := np.flatnonzero(counts == 0)).size:
+        raise MaskError(f"row {whole[0]}: the whole vocabulary has no form in SkyRL's layout; sample with a top_k")
     widest = int(counts.max(initial=0))
     width = widest if top_k is None else top_k
     if widest > width:
@@ -273,6 +286,27 @@ def _checked(mask: SamplingMask) -> SamplingMask:
             "they must be over the support, renormalised, and add up to 1"
         )
     return mask
+
+
+def _captured(mask: SamplingMask, loss_mask: ArrayLike | None) -> SamplingMask:
+    """The rows inside the loss, each of which must hold ids."""
+    kept = np.ones(len(mask), np.bool_) if loss_mask is None else read_flags("loss_mask", loss_mask, len(mask))
+    if (lost := np.flatnonzero(kept & (mask.counts == 0))).size:
+        raise MaskError(
+            f"rollout_sample_support: row {lost[0]} is nothing but padding ({lost.size} such rows in the loss): no "
+            "support was captured there; leave these tokens out of the loss (loss_mask), or capture them"
+        )
+    return mask if kept.all() else mask.take(np.flatnonzero(kept))
+
+
+def _bounds(name: str, values: object, total: int, of: str, limits: Limits) -> NDArray[np.int64]:
+    """Offsets [rows + 1] that divide `total` things."""
+    bounds = read_array(name, values, INT32, limits)
+    if not bounds.size or bounds[0] != 0 or bounds[-1] != total or (bounds[1:] < bounds[:-1]).any():
+        given = brief(bounds[:20].tolist())
+        raise MaskError(f"{name}: must start at 0, not decrease and end at the number of {of}, {total}; got {given}")
+    limits.check(num_rows=bounds.size - 1, num_ids=0)
+    return bounds
 
 
 def _both_or_neither(first: str, a: object, second: str, b: object) -> None:

@@ -12,7 +12,7 @@ from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import FinishReason, Rollout, WeightVersionSpan
 from keepmask.wire.limits import DEFAULT_LIMITS, Limits
-from keepmask.wire.peer_arrays import INT32, brief, field, read_array
+from keepmask.wire.peer_arrays import INT32, brief, field, read_array, read_flags
 from keepmask.wire.peer_masks import from_sglang, from_vllm
 
 __all__ = ["rollouts_from_flat", "rollouts_from_sglang", "rollouts_from_vllm"]
@@ -108,10 +108,7 @@ def rollouts_from_flat(
     [T], of which those of the other tokens are left out (Branch.logprobs).
     """
     tokens = _tokens("token_ids", token_ids, limits)
-    flags = np.asarray(sampled)
-    if flags.shape != tokens.shape:
-        raise MaskError(f"sampled: {list(flags.shape)} flags for {tokens.size} tokens; each token has its flag")
-    flags = flags.astype(np.bool_)
+    flags = read_flags("sampled", sampled, tokens.size)
     num_sampled = int(flags.sum())
     values = None if logprobs is None else _floats("logprobs", logprobs)
     values = values[flags] if values is not None and values.shape == flags.shape else values
@@ -194,7 +191,7 @@ def _tokens(name: str, value: object, limits: Limits) -> NDArray[np.int32]:
 def _floats(name: str, values: object) -> NDArray[np.float32]:
     try:
         array = np.asarray(values, np.float32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise MaskError(f"{name}: needs one number a token ({error})") from None
     if array.ndim != 1 or not np.isfinite(array).all():
         raise MaskError(f"{name}: needs one finite number a token")
@@ -202,8 +199,8 @@ def _floats(name: str, values: object) -> NDArray[np.float32]:
 
 
 def _index(name: str, value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise MaskError(f"{name}: must be a number from 0, got {brief(value)}")
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise MaskError(f"{name}: must be an integer in [0, 2147483648), got {brief(value)}")
     return value
 
 
@@ -222,15 +219,15 @@ def _finish_reason(reason: object) -> FinishReason | None:
 
 
 def _spans(spans: object) -> tuple[WeightVersionSpan, ...]:
-    if spans is None:
-        return ()
-    try:
-        return tuple(
-            WeightVersionSpan(int(field(span, "start")), int(field(span, "end")), str(field(span, "version")))
-            for span in _list("weight_versions", spans)
+    """The spans of weight versions; whether they cover the tokens is the writer's and the reader's to check."""
+    return tuple(
+        WeightVersionSpan(
+            _index(f"weight_versions[{i}].start", field(span, "start")),
+            _index(f"weight_versions[{i}].end", field(span, "end")),
+            str(field(span, "version")),
         )
-    except (TypeError, ValueError) as error:
-        raise MaskError(f"weight_versions: each span has start, end and version ({error})") from None
+        for i, span in enumerate(_list("weight_versions", spans) if spans is not None else ())
+    )
 
 
 def _list(name: str, value: object) -> Sequence[Any]:

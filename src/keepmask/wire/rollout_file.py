@@ -53,6 +53,7 @@ class RolloutWriter:
     ) -> None:
         self.path = Path(path)
         self.folder = self.path.with_name(self.path.name + ".parts")
+        self._done = self.folder.with_name(f".{self.folder.name}.done")
         self._run: dict[str, Any] = json.loads(json.dumps(dict(metadata)))
         self._token_text = token_text
         self._texts: dict[int, str] = {}
@@ -119,8 +120,9 @@ class RolloutWriter:
         lock = _hold(self.folder / "lock", self.path)
         try:
             run_file = self.folder / _RUN_FILE
-            for file in [*_parts(self.folder), run_file] if afresh else []:
-                file.unlink(missing_ok=True)
+            for file in [*self.folder.glob(".*.tmp"), *([*_parts(self.folder), run_file] if afresh else [])]:
+                file.unlink(missing_ok=True)  # what a kill left half written, and what is to be overwritten
+            shutil.rmtree(self._done, ignore_errors=True)
             if not run_file.exists():
                 with write_atomically(run_file) as stream:
                     stream.write(json.dumps(_Run(self._run, self._replaces)._asdict()).encode())
@@ -131,17 +133,16 @@ class RolloutWriter:
 
     def _remove_folder(self) -> None:
         """Take the parts away in one step: no crash leaves some of them to be taken for all."""
-        done = self.folder.with_name(f".{self.folder.name}.done")
-        shutil.rmtree(done, ignore_errors=True)
+        shutil.rmtree(self._done, ignore_errors=True)
         if sys.platform == "win32":  # where an open file cannot move
             self._lock.close()
-        self.folder.rename(done)
+        self.folder.rename(self._done)
         self._lock.close()
-        shutil.rmtree(done, ignore_errors=True)
+        shutil.rmtree(self._done, ignore_errors=True)
 
     def _writing(self, path: Path) -> contextlib.AbstractContextManager[IO[bytes]]:
         kept = f"everything written before is kept in {self.folder}: make room there and run the same again to continue"
-        return write_atomically(path, kept=kept)
+        return write_atomically(path, kept=kept, scratch=self.folder)
 
     def _groups(self) -> list[RowGroup]:
         """Everything written so far: the finished file this run adds to, then the parts."""
@@ -199,12 +200,18 @@ def read_rollouts(path: str | Path) -> tuple[list[Rollout], dict[str, Any]]:
         raise MaskError(f"{path}: no parts of a rollout file in this folder")
     rollouts: list[Rollout] = []
     texts: dict[int, str] = {}
+    seen: set[tuple[str, int]] = set()
     for file in files:
         footer = read_footer(file)
         texts |= footer.token_text
         for group in row_groups(file):
+            table = read_table(group)
             try:
-                rollouts += from_table(read_table(group))
+                for rollout in from_table(table):
+                    if (key := _key(rollout)) in seen:
+                        raise MaskError(f"request {key[0]!r}, completion {key[1]}: is there twice")
+                    seen.add(key)
+                    rollouts.append(rollout)
             except MaskError as error:
                 raise MaskError(f"{file}: {error}") from error
     return rollouts, {**footer.run, "keepmask": footer.keepmask, "token_text": texts}

@@ -17,6 +17,9 @@ from keepmask.wire.arrow import load_pyarrow
 
 __all__ = ["conform", "from_table", "schema", "to_table"]
 
+_EXTRA = "extra"
+_PER_TOKEN = ("sampling_mask", "logprobs", "policy_logprobs", "policy_full_logprobs")
+
 
 def schema() -> Any:
     """The columns of a rollout file, in order (docs/format.md)."""
@@ -44,15 +47,16 @@ def schema() -> Any:
             pa.field("weight_versions", list_of(pa.struct([pa.field(*part, nullable=False) for part in span]))),
             pa.field("policy_logprobs", list_of(pa.float32())),
             pa.field("policy_full_logprobs", list_of(pa.float32())),
+            pa.field(_EXTRA, pa.string()),
         ]
     )
 
 
 def to_table(rollouts: Sequence[Rollout]) -> Any:
-    """The rollouts as one Arrow table. Raises MaskError when a per-token field has not one entry a token."""
+    """The rollouts as one Arrow table. Raises MaskError for what docs/format.md excludes, naming the rollout."""
     pa = load_pyarrow()
     for rollout in rollouts:
-        _check_lengths(rollout)
+        _check(rollout)
     masks = [rollout.sampling_mask for rollout in rollouts]
     columns = {
         "request_id": [rollout.request_id for rollout in rollouts],
@@ -75,6 +79,7 @@ def to_table(rollouts: Sequence[Rollout]) -> Any:
         "weight_versions": [[span._asdict() for span in rollout.weight_versions] for rollout in rollouts],
         "policy_logprobs": _lists([rollout.policy_logprobs for rollout in rollouts], np.float32),
         "policy_full_logprobs": _lists([rollout.policy_full_logprobs for rollout in rollouts], np.float32),
+        _EXTRA: [json.dumps(dict(rollout.extra)) if rollout.extra else None for rollout in rollouts],
     }
     target = schema()
     return pa.table([_column(columns[field.name], field.type) for field in target], schema=target)
@@ -83,6 +88,8 @@ def to_table(rollouts: Sequence[Rollout]) -> Any:
 def conform(table: Any) -> Any:
     """The table with the columns of `schema` and no others; raises MaskError when one is absent or not of its type."""
     target = schema()
+    if _EXTRA not in table.schema.names:
+        table = table.append_column(target.field(_EXTRA), load_pyarrow().nulls(len(table), target.field(_EXTRA).type))
     if missing := [name for name in target.names if name not in table.schema.names]:
         raise MaskError(f"no column{'s' * (len(missing) > 1)} {', '.join(missing)}")
     try:
@@ -96,7 +103,7 @@ def conform(table: Any) -> Any:
 def from_table(table: Any) -> Iterator[Rollout]:
     """The rollouts of a table that `conform` returned, in order.
 
-    Raises MaskError naming the row when a field is no valid value, or has not one entry a token.
+    Raises MaskError naming the row for a value that docs/format.md excludes.
     """
     row = 0
     for batch in table.to_batches():
@@ -104,6 +111,8 @@ def from_table(table: Any) -> Iterator[Rollout]:
         for i in range(batch.num_rows):
             try:
                 yield _rollout({name: values[i] for name, values in columns.items()})
+            except RecursionError:
+                raise MaskError(f"row {row + i}: JSON nested too deeply") from None
             except (MaskError, ValueError, TypeError) as error:
                 raise MaskError(f"row {row + i}: {error}") from None
         row += batch.num_rows
@@ -117,18 +126,26 @@ def _rollout(values: dict[str, Any]) -> Rollout:
         raise MaskError(f"finish_reason={reason!r}: must be one of {', '.join(get_args(FinishReason))}")
     values["sampling_mask"] = None if rows is None else _mask(rows, mask_logprobs)
     values["sampling_params"] = _params(values["sampling_params"])
+    values[_EXTRA] = {} if values[_EXTRA] is None else _object(_EXTRA, values[_EXTRA])
     values["seed"] = None if values["seed"] is None else int(values["seed"])
     values["stop_reason"] = None if values["stop_reason"] is None else json.loads(values["stop_reason"])
+    if values["stop_reason"] is not None and type(values["stop_reason"]) not in (int, str):
+        raise MaskError("stop_reason: must be a JSON number or string")
     values["weight_versions"] = tuple(WeightVersionSpan(**span) for span in values["weight_versions"] or ())
     rollout = Rollout(**values)
-    _check_lengths(rollout)
+    _check(rollout)
     return rollout
 
 
+def _object(name: str, text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise MaskError(f"{name}: must be a JSON object")
+    return value
+
+
 def _params(text: str) -> Mapping[str, Any]:
-    params = json.loads(text)
-    if not isinstance(params, dict):
-        raise MaskError("sampling_params: must be a JSON object")
+    params = _object("sampling_params", text)
     if isinstance(bias := params.get("logit_bias"), dict):  # JSON spells integer keys as strings
         params["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
     return params
@@ -143,15 +160,38 @@ def _mask(rows: tuple[Any, Any], logprobs: tuple[Any, Any] | None) -> SamplingMa
     return SamplingMask(ids, offsets, logprobs[0])
 
 
-def _check_lengths(rollout: Rollout) -> None:
+def _check(rollout: Rollout) -> None:
+    """Raise MaskError naming the rollout, for what docs/format.md excludes beyond types."""
+    if problem := _problem(rollout):
+        raise MaskError(f"request {rollout.request_id!r}, completion {rollout.completion_index}: {problem}")
+
+
+def _problem(rollout: Rollout) -> str | None:
     expected = rollout.token_ids.size
-    for name in ("sampling_mask", "logprobs", "policy_logprobs", "policy_full_logprobs"):
+    for name in _PER_TOKEN:
         values = getattr(rollout, name)
         if values is not None and len(values) != expected:
-            raise MaskError(
-                f"request {rollout.request_id!r}, completion {rollout.completion_index}: "
-                f"{name} has {len(values)} entries for {expected} tokens"
-            )
+            return f"{name} has {len(values)} entries for {expected} tokens"
+        if isinstance(values, np.ndarray) and (bad := np.flatnonzero(~np.isfinite(values))).size:
+            return f"{name} must be finite; {values[bad[0]]} is not, at token {bad[0]}"
+    for name in ("prompt_token_ids", "token_ids"):
+        ids = getattr(rollout, name)
+        if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+            return f"{name} must be in [0, 2147483648), got {ids.min()}..{ids.max()}"
+    if not 0 <= rollout.completion_index < 2**31:
+        return "completion_index must be in [0, 2147483648)"
+    if rollout.seed is not None and not -(2**63) <= rollout.seed < 2**64:
+        return f"seed={rollout.seed} must be in [-2**63, 2**64)"
+    spans = rollout.weight_versions
+    if spans and [0, *(span.end for span in spans)] != [*(span.start for span in spans), expected]:
+        return f"weight_versions {_brief(spans)} must follow one another from token 0 to {expected}"
+    if any(span.end < span.start for span in spans):
+        return f"weight_versions {_brief(spans)} must not end before they start"
+    return None
+
+
+def _brief(spans: Sequence[WeightVersionSpan]) -> str:
+    return ", ".join(f"[{span.start}, {span.end})" for span in spans[:4]) + (", ..." if len(spans) > 4 else "")
 
 
 def _column(values: Any, dtype: Any) -> Any:
