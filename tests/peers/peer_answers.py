@@ -104,8 +104,14 @@ def store(path: Path, recording: Recording) -> None:
     lines = [json.dumps({"peer": recording.peer})]
     for asked, answer in recording.answers:
         line = {
-            "name": asked.name, "setting": asked.setting, "method": asked.method, "path": asked.path,
-            "request": asked.body, "status": answer.status, "kind": answer.kind, "answer": answer.body,
+            "name": asked.name,
+            "setting": asked.setting,
+            "method": asked.method,
+            "path": asked.path,
+            "request": asked.body,
+            "status": answer.status,
+            "kind": answer.kind,
+            "answer": answer.body,
         }
         lines.append(json.dumps(line, ensure_ascii=False, separators=(",", ":")))
     path.parent.mkdir(parents=True, exist_ok=True)
