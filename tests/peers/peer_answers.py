@@ -177,7 +177,7 @@ def _walk_fields(where: str, peer: dict[str, Any], ours: dict[str, Any], *, valu
     if not values and all(key.isdigit() for key in (*peer, *ours)):  # ids, of which near ties may be others
         if len(peer) != len(ours):
             yield Difference(f"{where}[id]", peer, ours)
-        peer, ours = ({"[id]": entry for entry in side.values()} for side in (peer, ours))
+        peer, ours = ({"[id]": next(iter(side.values()))} if side else {} for side in (peer, ours))
     for key in peer:
         at = f"{where}.{key}" if where else key
         if key in ours:
