@@ -158,6 +158,17 @@ def test_positions_that_are_not_asked_for_hold_zero(rollouts, model):
     torch.testing.assert_close(part.loss, -part.log_probs.sum() / (2 * 8))
 
 
+def test_the_kept_mass_of_some_rows_comes_along(rollouts, model):
+    replay.add_lm_head(model, store_of(rollouts), mass_samples=6)
+    inputs, prompt = padded(rollouts, [0])
+    mass = model(**inputs, fused_lm_head=True).kept_mass[0, prompt - 1 :]
+    assert (~mass.isnan()).sum() == 6
+    logits = model(inputs["input_ids"]).logits[0, prompt - 1 : -1].double()
+    for t in (~mass.isnan()).nonzero()[:, 0].tolist():
+        row = torch.tensor(rollouts[0].sampling_mask.row(t).astype(np.int64))
+        assert abs(logits[t].softmax(-1)[row].sum() - mass[t]) < 1e-5
+
+
 def test_tokens_between_turns_are_not_scored(tiny_llm, model):
     llm = tiny_llm(return_sampling_mask=True, logprobs_mode="processed_logprobs")
     (first,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, PARAMS[0], use_tqdm=False)[0].rollouts()
@@ -271,10 +282,8 @@ def test_an_adapter_on_the_head_is_refused(rollouts, model):
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
-    replay.add_lm_head(adapted, store_of(rollouts))
-    inputs, _ = padded(rollouts, [0])
     with pytest.raises(ConfigError, match="an adapter on the LM head would neither be scored nor trained"):
-        adapted(**inputs, fused_lm_head=True)
+        replay.add_lm_head(adapted, store_of(rollouts))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3"])

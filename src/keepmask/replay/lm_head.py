@@ -17,6 +17,8 @@ from transformers.modeling_outputs import ModelOutput
 from keepmask.errors import ConfigError, MaskError
 from keepmask.replay.logprobs import logprobs_from_hidden
 from keepmask.replay.mask_store import FoundRows, MaskStore
+from keepmask.replay.replay_batch import ReplayBatch
+from keepmask.replay.scores import SupportScores
 
 __all__ = ["SupportLMOutput", "add_lm_head"]
 
@@ -34,13 +36,18 @@ class SupportLMOutput(ModelOutput):  # type: ignore[misc]
     """[B, L - 1], or [B, L] with shift_labels; float32, nats."""
     entropy: Tensor | None = None
     """The same shape: the entropy on the support."""
+    kept_mass: Tensor | None = None
+    """The same shape: the model's probability of the support within the whole vocabulary, NaN where it was not asked
+    for. No gradient."""
     label_mask: Tensor | None = None
     """The same shape: where there was a label."""
     aux_loss: Tensor | None = None
     """Scalar: the load-balancing loss alone."""
 
 
-def add_lm_head(model: nn.Module, store: MaskStore, *, entropy: Literal["value", "grad"] = "value") -> None:
+def add_lm_head(
+    model: nn.Module, store: MaskStore, *, entropy: Literal["value", "grad"] = "value", mass_samples: int = 0
+) -> None:
     """Let `model(..., labels=labels, fused_lm_head=True)` score labels on the supports they were drawn from.
 
     Such a call returns `log_probs` and `entropy`, [B, L - 1] float32 in nats: at position t those of token t + 1 under
@@ -54,14 +61,16 @@ def add_lm_head(model: nn.Module, store: MaskStore, *, entropy: Literal["value",
     `position_ids` begin again at 0. The store finds each by its tokens, which takes one copy of `input_ids` to the CPU.
 
     model: a causal LM of transformers, before or after PEFT has wrapped it; wrap it with DDP or FSDP afterwards.
-    entropy: "grad" to differentiate the entropies as well.
+    entropy: "grad" to differentiate the entropies as well. mass_samples: of how many rows of a call with gradients to
+    compute `kept_mass` too, each of which costs logits over the whole vocabulary.
 
-    Raises ConfigError for a model without an LM head of its own; the call raises MaskError for a sequence without a
-    rollout and for labels that are not the tokens drawn.
+    Raises ConfigError for a model without an LM head of its own, or with an adapter on it; the call raises MaskError
+    for a sequence without a rollout and for labels that are not the tokens drawn.
     """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(getattr(base, "base_model", None), nn.Module) or base.get_output_embeddings() is None:
         raise ConfigError(f"{type(base).__name__}: is no causal LM of transformers with a backbone and an LM head")
+    _head(base)
     own_forward = base.forward
 
     # The signature stays the model's own, which `generate` reads.
@@ -82,7 +91,7 @@ def add_lm_head(model: nn.Module, store: MaskStore, *, entropy: Literal["value",
             raise MaskError("fused_lm_head=True: needs labels, or shift_labels, of the positions to score")
         if args:
             raise MaskError("fused_lm_head=True: takes its inputs by name, input_ids=... and attention_mask=...")
-        return _score(self, store, entropy, kwargs, labels, shift_labels, num_items_in_batch)
+        return _score(self, store, (entropy, mass_samples), kwargs, labels, shift_labels, num_items_in_batch)
 
     base.forward = types.MethodType(forward, base)
 
@@ -90,7 +99,7 @@ def add_lm_head(model: nn.Module, store: MaskStore, *, entropy: Literal["value",
 def _score(
     model: Any,
     store: MaskStore,
-    entropy: Literal["value", "grad"],
+    options: tuple[Literal["value", "grad"], int],
     inputs: dict[str, Any],
     labels: Tensor | None,
     shift_labels: Tensor | None,
@@ -105,19 +114,19 @@ def _score(
     hidden: Tensor = output.last_hidden_state
     width = hidden.shape[1] - (shift_labels is None)
 
-    def compute(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def compute(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         flat = states.flatten(0, 1)
-        scores = [torch.zeros(len(states), width, dtype=torch.float32, device=states.device) for _ in range(2)]
+        scores = [states.new_full((len(states), width), fill, dtype=torch.float32) for fill in (0.0, 0.0, torch.nan)]
         if not found:  # differentiable all the same, as data-parallel trainers need it
-            scores = [each + flat[:0].sum() + weight[:0].sum() for each in scores]
+            scores[0] = scores[0] + flat[:0].sum() + weight[:0].sum()
         for rows in found:
-            values = _score_rows(rows, flat, weight, bias, settings, entropy)
+            values = _score_rows(rows, flat, weight, bias, settings, *options)
             at = rows.outputs.to(states.device)
             where = (at // width, at % width)
             scores = [each.index_put(where, value) for each, value in zip(scores, values, strict=True)]
-        return scores[0], scores[1]
+        return tuple(scores)
 
-    log_probs, entropies = _through(_head(model), hidden, compute)
+    log_probs, entropies, kept_mass = _through(_head(model), hidden, compute)
     wanted = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels
     assert wanted is not None
     asked = wanted.ne(IGNORED_LABEL)
@@ -125,7 +134,9 @@ def _score(
     balance = _load_balancing(output, settings, inputs)
     if balance is not None:
         loss = loss + getattr(settings, "router_aux_loss_coef", 0.0) * balance
-    return SupportLMOutput(loss=loss, log_probs=log_probs, entropy=entropies, label_mask=asked, aux_loss=balance)
+    return SupportLMOutput(
+        loss=loss, log_probs=log_probs, entropy=entropies, kept_mass=kept_mass, label_mask=asked, aux_loss=balance
+    )
 
 
 class _Rows(NamedTuple):
@@ -139,26 +150,45 @@ class _Rows(NamedTuple):
 
 
 def _score_rows(
-    rows: _Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Any, entropy: Literal["value", "grad"]
-) -> tuple[Tensor, Tensor]:
-    """[R] float32 each: log-probabilities and entropies. hidden: [B * L, E]."""
-    batch = rows.found.batch.to(hidden.device)
+    rows: _Rows,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: Any,
+    entropy: Literal["value", "grad"],
+    mass_samples: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] float32 each: log-probabilities, entropies, and the kept mass of some. hidden: [B * L, E]."""
+    batch = rows.found.batch
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
-    scores = logprobs_from_hidden(
-        hidden[rows.states.to(hidden.device)],
-        weight,
-        batch.targets,
-        batch.support,
-        bias=bias,
-        softcap=getattr(settings, "final_logit_softcapping", None),
-        logit_scale=scale,
-        transforms=batch.transforms,
-        entropy=entropy,
-        members=False,
-    )
+    softcap = getattr(settings, "final_logit_softcapping", None)
+
+    def scored(batch: ReplayBatch, places: Tensor, **options: Any) -> SupportScores:
+        batch = batch.to(hidden.device)
+        return logprobs_from_hidden(
+            hidden[places.to(hidden.device)],
+            weight,
+            batch.targets,
+            batch.support,
+            bias=bias,
+            softcap=softcap,
+            logit_scale=scale,
+            transforms=batch.transforms,
+            members=False,
+            **options,
+        )
+
+    scores = scored(batch, rows.states, entropy=entropy)
     assert scores.entropy is not None
-    return scores.logprobs.float(), scores.entropy.float()
+    mass = torch.full_like(scores.logprobs, torch.nan)
+    if mass_samples and batch.num_rows and torch.is_grad_enabled():
+        chosen = torch.zeros(batch.num_rows, dtype=torch.bool)
+        chosen[torch.randperm(batch.num_rows, generator=torch.Generator().manual_seed(0))[:mass_samples]] = True
+        with torch.no_grad():
+            sample = scored(batch.select_rows(chosen), rows.states[chosen], full_log_normalizer=True)
+            mass[chosen.to(mass.device)] = sample.kept_mass
+    return scores.logprobs.float(), scores.entropy.float(), mass.float()
 
 
 def _find(store: MaskStore, inputs: dict[str, Any], labels: Tensor | None, shift_labels: Tensor | None) -> list[_Rows]:
@@ -246,8 +276,8 @@ def _head(model: Any) -> nn.Module:
 
 
 def _through(
-    head: nn.Module, hidden: Tensor, compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+    head: nn.Module, hidden: Tensor, compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
     """compute(hidden, weight, bias) in place of the head's forward.
 
     The head is called, not only read, so that the hooks of sharded data parallelism gather its weight before and
@@ -255,13 +285,13 @@ def _through(
     """
     before = head.__dict__.get("forward")
 
-    def forward(states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(states: Tensor) -> tuple[Tensor, ...]:
         weight: Any = head.weight
         return compute(states.to(weight.device), weight, getattr(head, "bias", None))
 
     head.forward = forward
     try:
-        scores: tuple[Tensor, Tensor] = head(hidden)
+        scores: tuple[Tensor, ...] = head(hidden)
     finally:
         if before is None:
             del head.forward
