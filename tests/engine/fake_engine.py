@@ -10,6 +10,13 @@ from keepmask.engine.request import Completion, Request, State
 from keepmask.engine.scheduler import Scheduler
 from keepmask.params import SamplingParams
 
+
+def preempt_all(scheduler):
+    """Take the blocks of every running completion, as when memory runs out; all are computed again."""
+    while scheduler.running:
+        scheduler._preempt(scheduler.running[-1])
+
+
 ROW = SimpleNamespace(append=lambda _token_id: None)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import plain
 import pytest
 import torch
+from fake_engine import preempt_all
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -84,7 +85,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(tiny_l
     request = llm.engine.add("preempted", PROMPTS[0], params)
     for _ in range(3):
         llm.engine.step()
-        llm.engine._scheduler.preempt_all()
+        preempt_all(llm.engine._scheduler)
     while not request.finished:
         llm.engine.step()
     shown = llm.engine.output(request).prompt_logprobs

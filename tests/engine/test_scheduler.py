@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, preempt_all
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -52,8 +52,8 @@ class Schedules(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine is not None)
     @rule()
-    def preempt_all(self):
-        self.engine.scheduler.preempt_all()
+    def preempt_running(self):
+        preempt_all(self.engine.scheduler)
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
 
     @invariant()
@@ -122,7 +122,7 @@ def test_a_completion_computed_anew_by_new_weights_offers_its_blocks():
     engine.add(range(8), [6])
     engine.step()
     engine.change_weights()
-    engine.scheduler.preempt_all()
+    preempt_all(engine.scheduler)
     engine.step()
     other = engine.add(range(9), [1])
     engine.run()
@@ -133,7 +133,7 @@ def test_preempted_completions_and_siblings_come_before_newer_requests():
     engine = FakeEngine(num_blocks=16, max_num_seqs=1, budget=16)
     first, second = engine.add(range(8), [3, 3]), engine.add(range(20, 28), [1])
     engine.step()
-    engine.scheduler.preempt_all()
+    preempt_all(engine.scheduler)
     engine.run()
     assert engine.started == [*first.completions, *second.completions]
 

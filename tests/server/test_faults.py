@@ -13,8 +13,8 @@ import pytest
 import torch
 from serving import Serving, events, until
 
+from keepmask.engine.ticket import Ticket
 from keepmask.server import openai, sglang, tokens
-from keepmask.server.ticket import Ticket
 
 PROMPT = [5, 6, 7, 8]
 LONG: dict[str, Any] = {"max_tokens": 400, "top_k": 6, "logprobs": 0, "seed": 3, "ignore_eos": True}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from keepmask.config import EngineConfig
+from keepmask.engine.ticket import Order, Ticket
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
 from keepmask.server.error_answers import ApiError
 from keepmask.server.settings import ServerConfig
-from keepmask.server.ticket import Order, Ticket
 from keepmask.server.work_limits import Admission, answer_bytes
 
 

@@ -91,11 +91,6 @@ class Scheduler:
         if not any(other.state in (State.WAITING, State.RUNNING) for other in completion.request.completions):
             self._release_held(completion.request)
 
-    def preempt_all(self) -> None:
-        """Take the blocks of every running completion; all are computed again."""
-        while self.running:
-            self._preempt(self.running[-1])
-
     def weights_changed(self) -> None:
         """Keys and values of the old weights will not be found for new requests; running ones keep theirs."""
         self.pool.forget_all()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from keepmask.engine.ticket import Ticket
 from keepmask.outputs import CompletionOutput
-from keepmask.server.ticket import Ticket
 from keepmask.wire.fields import JsonForm, mask_to_fields
 
 __all__ = ["Usage", "mask_fields", "present", "version_spans"]

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from keepmask.engine.ticket import Ticket, follow
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.server.body import read_sampling
@@ -20,7 +21,6 @@ from keepmask.server.schema import ChatRequest, CompletionRequest, OpenAIFields
 from keepmask.server.service import Service
 from keepmask.server.stream import Attended, EventStream, answered, event, json_response
 from keepmask.server.texts import Encoded
-from keepmask.server.ticket import Ticket, follow
 
 __all__ = ["router"]
 

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from keepmask.engine.core import EngineStats
+from keepmask.engine.ticket import Ticket
 from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, FinishReason
-from keepmask.server.ticket import Ticket
 
 __all__ = ["MEDIA_TYPE", "Metrics"]
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from keepmask.engine.core import Engine
+from keepmask.engine.engine_thread import EngineThread
+from keepmask.engine.ticket import Order, Ticket
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
-from keepmask.server.engine_thread import EngineThread
 from keepmask.server.error_answers import ApiError
 from keepmask.server.prometheus import Metrics
 from keepmask.server.settings import ServerConfig
 from keepmask.server.texts import Texts
-from keepmask.server.ticket import Order, Ticket
 from keepmask.server.work_limits import Admission
 
 __all__ = ["Service"]

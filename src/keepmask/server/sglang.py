@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from keepmask.engine.ticket import Order, Ticket, follow, joined
 from keepmask.errors import RequestError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, Logprob, RequestOutput
@@ -23,7 +24,6 @@ from keepmask.server.service import Service
 from keepmask.server.sglang_schema import CustomParams, SGLangAbort, SGLangGenerate
 from keepmask.server.stream import Attended, EventStream, answered, event, json_response
 from keepmask.server.texts import Encoded
-from keepmask.server.ticket import Order, Ticket, follow, joined
 from keepmask.wire.fields import mask_to_fields
 
 __all__ = ["router"]

@@ -13,11 +13,11 @@ import pydantic_core
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from keepmask.engine.engine_thread import EngineThread
+from keepmask.engine.ticket import Ticket
 from keepmask.outputs import RequestOutput
-from keepmask.server.engine_thread import EngineThread
 from keepmask.server.error_answers import describe, error_body
 from keepmask.server.settings import ServerConfig
-from keepmask.server.ticket import Ticket
 
 __all__ = ["DONE", "Attended", "EventStream", "answered", "event", "json_response"]
 

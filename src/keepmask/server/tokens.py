@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from keepmask.backends.answers import MEDIA_TYPE as ARROW
 from keepmask.backends.answers import encode_rollouts
+from keepmask.engine.ticket import Ticket, follow
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.server.body import read_json
@@ -21,7 +22,6 @@ from keepmask.server.logprob_entries import by_id, by_text, prompt_entries
 from keepmask.server.schema import AbortRequest, GenerateRequest
 from keepmask.server.service import Service
 from keepmask.server.stream import Attended, EventStream, answered, event, json_response
-from keepmask.server.ticket import Ticket, follow
 from keepmask.wire.fields import JsonForm
 
 __all__ = ["router"]

@@ -11,6 +11,7 @@ import torch
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from keepmask.engine.engine_thread import PauseMode
 from keepmask.engine.weights import WeightStage, read_safetensors
 from keepmask.errors import RequestError
 from keepmask.server.body import read_body, read_json
@@ -24,7 +25,6 @@ from keepmask.server.control import (
     WeightCheck,
 )
 from keepmask.server.document import answers, takes
-from keepmask.server.engine_thread import PauseMode
 from keepmask.server.error_answers import ApiError
 from keepmask.server.folder_files import read_below
 from keepmask.server.service import Service

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepmask.config import EngineConfig
+from keepmask.engine.ticket import Order, Ticket
 from keepmask.errors import RequestError
 from keepmask.server.error_answers import ApiError
 from keepmask.server.settings import ServerConfig
-from keepmask.server.ticket import Order, Ticket
 
 __all__ = ["Admission", "answer_bytes"]
 

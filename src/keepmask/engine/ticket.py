@@ -1,4 +1,4 @@
-"""`Ticket`: one request on its way through the engine, followed from the event loop."""
+"""`Ticket`: one request on its way through the engine, followed from an event loop."""
 
 from __future__ import annotations
 
@@ -53,12 +53,20 @@ class Ticket:
     The engine thread calls `collect`; the event loop calls everything else. Chunks that are not taken in time are
     joined, so a slow reader costs no more memory than its own answer and holds nobody up.
 
-    news: set whenever there is something to take; the tickets of one answer share it.
+    news: set whenever there is something to take; the tickets of one answer share it. loop: the event loop on which
+    the ticket is followed.
     """
 
-    def __init__(self, key: str, order: Order, news: asyncio.Event | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        order: Order,
+        news: asyncio.Event | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self.key = key
         """The engine's name for the request: never one that a client chose."""
+        self.loop = loop
         self.order = order
         self.request: Request | None = None
         self.times = TicketTimes()

@@ -10,13 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from keepmask.engine.core import Engine
 from keepmask.engine.request import Request
+from keepmask.engine.ticket import Order, Ticket
 from keepmask.errors import EngineError, KeepmaskError
 from keepmask.outputs import CompletionOutput, RequestOutput
-from keepmask.server.ticket import Order, Ticket
 
 __all__ = ["EngineThread", "PauseMode"]
 
@@ -38,7 +39,7 @@ class _Delivery:
 
 
 class EngineThread:
-    """Steps the engine while there is work, and does between two steps what the event loop asks for.
+    """Steps the engine while there is work, and does between two steps what event loops ask for.
 
     An exception out of a step ends the engine: every ticket fails with EngineError, and so does everything asked for
     afterwards. One raised while a single request is added or read ends that request alone.
@@ -52,7 +53,6 @@ class EngineThread:
         """No step is computed: paused."""
         self.holding = False
         """A pause waits for the requests in flight; new ones wait for the resumption."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         """Between asking and failing: nothing is asked of a thread that no longer answers."""
@@ -71,9 +71,8 @@ class EngineThread:
         return self.frozen or self.holding
 
     def start(self) -> None:
-        """Start the thread; call from the event loop that its tickets belong to."""
+        """Start the thread."""
         assert self._thread is None
-        self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="keepmask-engine", daemon=True)
         self._thread.start()
 
@@ -85,8 +84,11 @@ class EngineThread:
             self._thread.join(_JOIN_S)
 
     def submit(self, order: Order, news: asyncio.Event | None = None) -> Ticket:
-        """Queue a request. news: the event its ticket shares with others. Raises EngineError once it has stopped."""
-        ticket = Ticket(f"r{next(self._keys)}", order, news)
+        """Queue a request; its ticket is followed from the running event loop.
+
+        news: the event it shares with others. Raises EngineError once the engine has stopped.
+        """
+        ticket = Ticket(f"r{next(self._keys)}", order, news, asyncio.get_running_loop())
         self._ask(lambda: self._add(ticket))
         return ticket
 
@@ -140,7 +142,7 @@ class EngineThread:
             _log.exception("the engine failed")
             self._fail(EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}"), error)
         else:
-            self._fail(EngineError("the server was stopped"))
+            self._fail(EngineError("the engine was stopped"))
 
     def _add(self, ticket: Ticket) -> None:
         if self.holding:
@@ -222,7 +224,7 @@ class EngineThread:
             self._add(ticket)
 
     def _hand_over(self, requests: list[Request]) -> None:
-        """Send what these requests have to their tickets, in one visit to the event loop."""
+        """Send what these requests have to their tickets, in one visit to each event loop."""
         deliveries = []
         for request in requests:
             ticket = self._tickets[request.request_id]
@@ -252,8 +254,10 @@ class EngineThread:
         self._end_waits(False)
 
     def _post(self, deliveries: list[_Delivery]) -> None:
-        if deliveries:
-            self._on_loop(lambda: _deliver(deliveries))
+        for loop in {delivery.ticket.loop for delivery in deliveries}:
+            assert loop is not None
+            theirs = [delivery for delivery in deliveries if delivery.ticket.loop is loop]
+            self._on_loop(loop, partial(_deliver, theirs))
 
     def _settle(self, future: asyncio.Future[Any], result: object = None, error: Exception | None = None) -> None:
         def settle() -> None:
@@ -264,12 +268,11 @@ class EngineThread:
             else:
                 future.set_exception(error)
 
-        self._on_loop(settle)
+        self._on_loop(future.get_loop(), settle)
 
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        assert self._loop is not None
+    def _on_loop(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(call)
+            loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop is closed: nobody is left to tell
             _log.debug("the event loop is gone", exc_info=True)
 
