@@ -24,13 +24,12 @@ import torch
 import keepmask
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
-from keepmask.sampling.cpu.host_params import HostParams
 from keepmask.sampling.cuda import candidates, compaction
 from keepmask.sampling.cuda.compaction import Supports
-from keepmask.sampling.cuda.device_draw import MAX_CANDIDATES
 from keepmask.sampling.cuda.draw_columns import draw_columns
 from keepmask.sampling.cuda.draw_table import DrawTable
 from keepmask.sampling.pending_mask import MAX_COMPACT_IDS
+from keepmask.sampling.row_records import MAX_CANDIDATES, RowRecords
 from sampler import CASES, logits_like_a_model
 
 SHAPES = ((64, 151_936), (256, 151_936))
@@ -103,7 +102,7 @@ def sort_based(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
 def kernels_of(logits: torch.Tensor, rows: list, spec: SamplerSpec) -> Callable[[], None]:
     """What a step queues for these rows, without the copies and the log-prob entries."""
     (B, V), everything = logits.shape, np.arange(len(rows))
-    columns = draw_columns(HostParams.of(rows, spec), rows, spec, everything, everything)
+    columns = draw_columns(RowRecords(spec).of(rows), spec, everything, everything)
     table = DrawTable(torch.from_numpy(DrawTable.pack(columns)).to(logits.device))
     out = Supports.empty(B, 0, MAX_COMPACT_IDS, V, logits.device)
 

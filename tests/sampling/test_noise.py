@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from cpu_rows import record
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,8 +58,8 @@ def test_uniforms_are_half_odd_multiples_of_two_to_the_minus_52(token_id, positi
 @given(st.integers(0, 2**20), st.integers(0, 1023), SEEDS)
 def test_both_forms_give_the_same_noise(position, completion, seed):
     ids = np.random.default_rng(position).integers(0, 2**18, 200)
-    compiled = np.empty(200)
-    noise_numba.gumbels(ids, position, completion, seed, compiled)
+    (params,) = record(position=position, completion=completion, seed=seed)
+    compiled = [noise_numba.gumbel(token_id, params) for token_id in ids]
     expected = noise.gumbel(
         torch.from_numpy(ids), torch.tensor(position), torch.tensor(completion), torch.tensor(seed)
     ).numpy()
@@ -69,7 +70,8 @@ def test_both_forms_give_the_same_noise(position, completion, seed):
 def test_words_of_consecutive_ids_are_those_of_each(first, position, completion, seed, size):
     keys, x0 = np.empty((10, 2), np.uint32), np.empty(size, np.uint32)
     noise_numba.round_keys(seed, keys)
-    noise_numba.first_words(first, position, completion, keys, x0)
+    (params,) = record(position=position, completion=completion)
+    noise_numba.first_words(first, params, keys, x0)
     key = (seed % 2**32, (seed >> 32) % 2**32)
     assert x0.tolist() == [in_plain_python((first + i, position, completion, 0), key)[0] for i in range(size)]
 

@@ -248,8 +248,6 @@ class Engine:
         )
         for chunk in batch.chunks:
             self._scheduler.computed(chunk)
-        if sampled.mask is not None:
-            sampled.mask.wait()
         for at, completion in enumerate(drawing):
             self._accept(completion, sampled, at)
         touched = dict.fromkeys(completion.request for completion in drawing)
@@ -271,7 +269,7 @@ class Engine:
             completion.cumulative_logprob += float(entry.values[0])
         if completion.supports is not None:
             assert sampled.mask is not None
-            completion.supports.append(*sampled.mask.row(at))
+            completion.supports.append(*sampled.mask.wait().row(at))
         if self._stop(completion):
             self._scheduler.remove(completion)
 

@@ -1,11 +1,10 @@
-"""From logits to drawn tokens and their supports. Read `processors.STEPS`, `semantics`, `pipeline`, `capture`."""
+"""From logits to drawn tokens and their supports. Read `processors.STEPS`, `semantics`, `definition`, `pipeline`."""
 
 from keepmask.head.sampled_logits import DenseHead, Head
-from keepmask.sampling.pending_mask import PendingMask
+from keepmask.sampling.drawn import PendingMask, Supports
 from keepmask.sampling.pipeline import SampledBatch, Sampler
-from keepmask.sampling.processors import LogitsProcessor, ProcessorContext
 from keepmask.sampling.row import SamplingRow
-from keepmask.sampling.spec import SamplerSpec
+from keepmask.sampling.spec import LogitsProcessor, ProcessorContext, SamplerSpec
 from keepmask.sampling.token_logprobs import BatchLogprobs, TokenLogprobs, prompt_logprobs
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "Sampler",
     "SamplerSpec",
     "SamplingRow",
+    "Supports",
     "TokenLogprobs",
     "prompt_logprobs",
 ]

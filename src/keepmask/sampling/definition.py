@@ -11,7 +11,6 @@ from torch import Tensor
 
 from keepmask.errors import RequestError
 from keepmask.head.sampled_logits import Head
-from keepmask.sampling.batch_params import BatchParams
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.noise import gumbel
 from keepmask.sampling.processors import process
@@ -19,89 +18,82 @@ from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.semantics import survivors
 from keepmask.sampling.spec import SamplerSpec
 
-__all__ = ["draw_reference", "draw_sorted", "not_finite_error", "put_reference"]
+__all__ = ["draw_by_definition", "draw_reference", "not_finite_error"]
 
 
-def draw_reference(head: Head, rows: Sequence[SamplingRow], spec: SamplerSpec, params: BatchParams) -> Drawn:
+def draw_reference(head: Head, rows: Sequence[SamplingRow], spec: SamplerSpec) -> Drawn:
     """Draw for every row. All logits are the head's exact ones."""
-    device = head.logits.device
-    raw = head.float32(torch.arange(len(rows), device=device))  # [B, V]
+    raw = head.float32(torch.arange(len(rows), device=head.logits.device))  # [B, V]
     drawn = Drawn.empty(rows)
     for b in (~_finite(raw)).nonzero().squeeze(1).tolist():
         drawn.errors[b] = not_finite_error(rows[b])
         raw[b] = 0
     z = raw.clone()
     drawn.errors = process(z, rows, spec) | drawn.errors
-    order = draw_sorted(z, rows, params)
-    for b in range(len(rows)):
+    for b, row in enumerate(rows):
         if b not in drawn.errors:
-            put_reference(drawn, b, order, b, raw[b], rows[b], spec)
+            draw_by_definition(drawn, b, z[b], raw[b], row, spec)
     return drawn
 
 
-@dataclass(frozen=True, slots=True)
-class SortedRows:
-    """Rows drawn from. Entries [M, V] are by (logit descending, id ascending)."""
-
-    token_ids: Tensor
-    """[M] int64."""
-    finite: Tensor
-    """[M] bool: the row held neither NaN nor +inf."""
-    ids: Tensor
-    """[M, V] int64."""
-    z: Tensor
-    """[M, V] float32, over the temperature."""
-    keep: Tensor
-    """[M, V] bool, in the support."""
-    logprobs: Tensor
-    """[M, V] float32, -inf outside the support."""
-
-
-def draw_sorted(z: Tensor, rows: Sequence[SamplingRow], params: BatchParams) -> SortedRows:
-    """Temperature, filters and draw. z: [M, V] float32, processed logits, overwritten. rows, params: M of them."""
-    z /= params.temperature
-    ok = _finite(z)
-    z[~ok] = 0
-    values, ids = torch.sort(z, dim=-1, descending=True, stable=True)  # ties by ascending id
-    keep = survivors(values, params)
-    positions = torch.tensor([[row.num_output_tokens] for row in rows], device=z.device)
-    noise = gumbel(ids, positions, params.completions, params.seeds)
-    scores = torch.where(keep, values.double() + noise, -torch.inf)
-    token_ids = torch.empty_like(scores).scatter_(-1, ids, scores).argmax(-1)
-    kept = torch.where(keep, values.double(), -torch.inf)
-    logprobs = kept.log_softmax(-1).float()
-    return SortedRows(token_ids, ok, ids, values, keep, logprobs)
-
-
-def put_reference(
-    drawn: Drawn, b: int, order: SortedRows, m: int, raw: Tensor | None, row: SamplingRow, spec: SamplerSpec
+def draw_by_definition(
+    drawn: Drawn, b: int, z: Tensor, raw: Tensor | None, row: SamplingRow, spec: SamplerSpec
 ) -> None:
-    """Put row m of `order` into row b of `drawn`. raw: [V], its logits before any step; None leaves raw entries out."""
-    if not order.finite[m]:
+    """Put the draw of a row into row b of `drawn`.
+
+    z: [V] float32, its processed logits. raw: [V], its logits before any step; None leaves raw entries out.
+    """
+    order = _sorted_row(z, row)
+    if order is None:
         drawn.errors[b] = not_finite_error(row)
         return
-    keep = order.keep[m]
-    ids, z, logprobs = (x[m, keep].cpu().numpy() for x in (order.ids, order.z, order.logprobs))
+    ids, values, logprobs = (x[order.keep].cpu().numpy() for x in (order.ids, order.z, order.logprobs))
     ascending = np.argsort(ids)
-    drawn.put_support(b, ids[ascending].astype(np.int32), logprobs[ascending], spec.vocab_size)
-    if not ids.size:
-        drawn.token_ids[b] = -1
-        return
-    drawn.token_ids[b] = int(order.token_ids[m])
-    if row.params.logprobs is None:
+    drawn.put_support(b, ids[ascending], logprobs[ascending], spec.vocab_size)
+    drawn.token_ids[b] = order.token_id if ids.size else -1
+    if not ids.size or row.params.logprobs is None:
         return
     if spec.logprobs_mode.startswith("raw"):
         if raw is None:
             return
-        values, sorted_ids = torch.sort(raw, descending=True, stable=True)
+        shown, order_of_raw = torch.sort(raw, descending=True, stable=True)
         if spec.logprobs_mode == "raw_logprobs":
-            values = values.double().log_softmax(-1).float()
-        ids, shown = sorted_ids.cpu().numpy(), values.cpu().numpy()
-    else:
-        shown = z if spec.logprobs_mode == "processed_logits" else logprobs
+            shown = shown.double().log_softmax(-1).float()
+        ids, values = order_of_raw.cpu().numpy(), shown.cpu().numpy()
+    elif spec.logprobs_mode == "processed_logprobs":
+        values = logprobs
     at = np.flatnonzero(ids == drawn.token_ids[b])
-    num_top = np.asarray([min(row.params.logprobs, int((shown > -np.inf).sum()))])
-    drawn.entries.put(np.asarray([b]), drawn.token_ids[b : b + 1], shown[at], at + 1, ids[None], shown[None], num_top)
+    num_top = np.asarray([min(row.params.logprobs, int((values > -np.inf).sum()))])
+    drawn.entries.put(np.asarray([b]), drawn.token_ids[b : b + 1], values[at], at + 1, ids[None], values[None], num_top)
+
+
+@dataclass(frozen=True, slots=True)
+class _SortedRow:
+    """A row drawn from. Entries [V] are by (logit descending, id ascending)."""
+
+    token_id: int
+    ids: Tensor
+    """[V] int64."""
+    z: Tensor
+    """[V] float32, over the temperature."""
+    keep: Tensor
+    """[V] bool, in the support."""
+    logprobs: Tensor
+    """[V] float32, -inf outside the support."""
+
+
+def _sorted_row(z: Tensor, row: SamplingRow) -> _SortedRow | None:
+    """Temperature, filters and draw; None where the row holds NaN or +inf. z: [V] float32, processed logits."""
+    if not row.params.greedy:
+        z = z / torch.tensor(row.params.temperature, dtype=torch.float32, device=z.device)
+    if not _finite(z):
+        return None
+    values, ids = torch.sort(z, descending=True, stable=True)  # ties by ascending id
+    keep = survivors(values, row.params, row.semantics)
+    kept = torch.where(keep, values.double(), -torch.inf)
+    key = (torch.tensor(x, device=z.device) for x in (row.num_output_tokens, row.completion_index, row.signed_seed))
+    scores = torch.empty_like(kept).scatter_(0, ids, kept + gumbel(ids, *key))
+    return _SortedRow(int(scores.argmax()), ids, values, keep, kept.log_softmax(-1).float())
 
 
 def not_finite_error(row: SamplingRow) -> RequestError:
@@ -113,5 +105,5 @@ def not_finite_error(row: SamplingRow) -> RequestError:
 
 
 def _finite(z: Tensor) -> Tensor:
-    """[M] bool: rows without NaN and +inf; -inf is legal, it bans an id."""
+    """Of rows [..., V], whether each holds neither NaN nor +inf; -inf is legal, it bans an id."""
     return (z < torch.inf).all(-1)

@@ -1,26 +1,69 @@
-"""`Drawn`: what an implementation of the sampler hands back for a batch, before checks and capture."""
+"""`Drawn`: what an implementation of the sampler hands back for a batch; `Supports`: the rows that return theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.errors import RequestError
-from keepmask.sampling.pending_mask import MAX_COMPACT_IDS, HostRows, PendingMask, pack_ids
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.token_logprobs import BatchLogprobs, finite
 
-__all__ = ["Drawn", "WideSupport"]
+__all__ = ["Drawn", "PendingMask", "Supports"]
 
 
 @dataclass(frozen=True, slots=True)
-class WideSupport:
-    """A support too wide for the compact arrays. ids: [K] int32, ascending. logprobs: [K] float32."""
+class Supports:
+    """The supports of a batch of B rows, on the host: row b is ids[offsets[b] : offsets[b + 1]].
 
+    Ids ascend within a row. An empty row stands for the whole vocabulary.
+    """
+
+    ids: NDArray[np.int32]
+    """[N]."""
+    offsets: NDArray[np.int64]
+    """[B+1]."""
+    logprobs: NDArray[np.float32]
+    """[N], finite, of `ids` over the support, in rows that were asked for with log-probabilities."""
+    captured: NDArray[np.bool_]
+    """[B], rows that return their support; the others are empty."""
+    with_logprobs: NDArray[np.bool_]
+    """[B]."""
+
+    def wait(self) -> Supports:
+        """These supports, which are here."""
+        return self
+
+    def row(self, b: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+        """ids: [K] int32; empty for the whole vocabulary. logprobs: [K] float32, or None if not asked for.
+
+        Raises KeyError where row b of the batch returns no mask or failed.
+        """
+        if not self.captured[b]:
+            raise KeyError(b)
+        start, end = self.offsets[b], self.offsets[b + 1]
+        return self.ids[start:end], self.logprobs[start:end] if self.with_logprobs[b] else None
+
+
+class PendingMask(Protocol):
+    """The supports of a step, which may still be on their way to the host."""
+
+    def wait(self) -> Supports:
+        """Return them once they are here. Waiting again costs nothing."""
+        ...
+
+
+class _Piece(NamedTuple):
+    """Supports of M rows of a batch, one after the other."""
+
+    rows: NDArray[np.int64]
+    """[M]."""
+    counts: NDArray[np.int64]
+    """[M]."""
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
@@ -33,29 +76,19 @@ class Drawn:
     """[B]; -1 where there is nothing to draw from."""
     counts: NDArray[np.int64]
     """[B] ids in the support; 0 for the whole vocabulary."""
-    ids: NDArray[np.int32]
-    """[B, K], ascending, padded with -1; nothing but padding in whole and wide rows."""
-    logprobs: NDArray[np.float32]
-    """[B, K], finite, of `ids` over the support."""
     entries: BatchLogprobs
     """Of rows that asked for logprobs."""
-    wide: dict[int, WideSupport] = field(default_factory=dict)
-    """By row."""
     errors: dict[int, RequestError] = field(default_factory=dict)
     """By row."""
+    pieces: list[_Piece] = field(default_factory=list)
+    """Supports that are not whole: of every row that returns its own, and maybe of others."""
 
     @classmethod
     def empty(cls, rows: Sequence[SamplingRow]) -> Self:
         """Nothing drawn yet."""
         B = len(rows)
         num_logprobs = max(row.params.logprobs or 0 for row in rows)
-        return cls(
-            np.full(B, -1, np.int64),
-            np.zeros(B, np.int64),
-            np.full((B, 1), -1, np.int32),
-            np.zeros((B, 1), np.float32),
-            BatchLogprobs.empty(B, num_logprobs),
-        )
+        return cls(np.full(B, -1, np.int64), np.zeros(B, np.int64), BatchLogprobs.empty(B, num_logprobs))
 
     def put_supports(
         self,
@@ -64,58 +97,46 @@ class Drawn:
         ids: NDArray[np.int32],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Set the compact supports of `rows` [M], whose first counts[m] entries of ids and logprobs [M, K] count."""
-        K = ids.shape[1]
-        padded = np.where(np.arange(K) < counts[:, None], ids, np.int32(-1))
-        self.counts[rows] = counts
-        if rows.size == self.counts.size and self.ids.shape[1] <= K:
-            self.ids, self.logprobs = np.empty_like(padded), np.empty_like(logprobs)
-            self.ids[rows], self.logprobs[rows] = padded, finite(logprobs)
-            return
-        self._widen(K)
-        self.ids[rows, :K], self.ids[rows, K:] = padded, -1
-        self.logprobs[rows, :K] = finite(logprobs)
+        """Set the supports of `rows` [M], of counts [M] ids each, ascending, with their log-probs: [N] in a row."""
+        self.pieces.append(_Piece(rows, counts, ids, logprobs))
 
-    def put_support(self, b: int, ids: NDArray[np.int32], logprobs: NDArray[np.float32], vocab_size: int) -> None:
-        """Set the support of one row, of any width. ids: [K], ascending."""
-        self.ids[b] = -1
+    def put_support(self, b: int, ids: NDArray[Any], logprobs: NDArray[Any], vocab_size: int) -> None:
+        """Set the support of one row. ids: [K], ascending."""
         self.counts[b] = 0 if ids.size == vocab_size else ids.size
-        if self.counts[b] > MAX_COMPACT_IDS:
-            self.wide[b] = WideSupport(ids, finite(logprobs))
-        elif self.counts[b]:
-            self._widen(ids.size)
-            self.ids[b, : ids.size], self.logprobs[b, : ids.size] = ids, finite(logprobs)
+        if self.counts[b]:
+            row, count = np.asarray([b]), np.asarray([ids.size])
+            self.put_supports(row, count, ids.astype(np.int32, copy=False), finite(logprobs))
 
-    def inside(self) -> NDArray[np.bool_]:
-        """[B], whether a token was drawn, and is in its support."""
-        inside: NDArray[np.bool_] = (self.ids == self.token_ids[:, None]).any(1) | (self.counts == 0)
-        inside &= self.token_ids >= 0
-        for b, wide in self.wide.items():
-            at = np.searchsorted(wide.ids, self.token_ids[b])
-            inside[b] = at < wide.ids.size and wide.ids[at] == self.token_ids[b]
-        return inside
+    def outside(self) -> NDArray[np.int64]:
+        """Rows whose support was put without their token."""
+        outside = []
+        for piece in self.pieces:
+            here = piece.ids == np.repeat(self.token_ids[piece.rows], piece.counts)
+            outside.append(piece.rows[np.add.reduceat(here, np.cumsum(piece.counts) - piece.counts) == 0])
+        return _joined(outside, np.int64)
 
-    def host_rows(self, captured: list[int], rows: Sequence[SamplingRow], vocab_size: int) -> HostRows:
-        """The supports of the `captured` rows of the batch."""
-        all_captured = len(captured) == len(rows)
-        wide = {b: self.wide[b] for b in captured if b in self.wide}
-        return HostRows(
-            captured,
-            self.ids if all_captured else self.ids[captured],
-            self.counts if all_captured else self.counts[captured],
-            self.logprobs if all_captured else self.logprobs[captured],
-            [rows[b].returns_mask_logprobs for b in captured],
-            vocab_size,
-            {b: pack_ids(support.ids, vocab_size) for b, support in wide.items()},
-            {b: support.logprobs for b, support in wide.items() if rows[b].returns_mask_logprobs},
-        )
+    def pending_mask(self, rows: Sequence[SamplingRow]) -> PendingMask:
+        """`supports`, or what will be."""
+        return self.supports(rows)
 
-    def pending_mask(self, captured: list[int], rows: Sequence[SamplingRow], vocab_size: int) -> PendingMask:
-        """The supports of the `captured` rows of the batch, on their way to where they can be read."""
-        return PendingMask(self.host_rows(captured, rows, vocab_size))
+    def supports(self, rows: Sequence[SamplingRow]) -> Supports:
+        """The supports of the rows of the batch that return them and have no error."""
+        captured = np.fromiter((row.returns_mask for row in rows), np.bool_, len(rows))
+        captured[list(self.errors)] = False
+        with_logprobs = np.fromiter((row.returns_mask_logprobs for row in rows), np.bool_, len(rows))
+        counts, starts, end = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64), 0
+        for piece in self.pieces:
+            counts[piece.rows] = np.where(captured[piece.rows], piece.counts, 0)
+            starts[piece.rows] = end + np.cumsum(piece.counts) - piece.counts
+            end += piece.ids.size
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        ids = _joined([piece.ids for piece in self.pieces], np.int32)
+        logprobs = _joined([piece.logprobs for piece in self.pieces], np.float32)
+        if not (offsets[-1] == end and np.array_equal(starts[counts > 0], offsets[:-1][counts > 0])):
+            order = np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+            ids, logprobs = ids[order], logprobs[order]
+        return Supports(ids, offsets, logprobs, captured, with_logprobs)
 
-    def _widen(self, K: int) -> None:
-        B, width = self.ids.shape
-        if width < K:
-            self.ids = np.concatenate([self.ids, np.full((B, K - width), -1, np.int32)], 1)
-            self.logprobs = np.concatenate([self.logprobs, np.zeros((B, K - width), np.float32)], 1)
+
+def _joined(arrays: list[NDArray[Any]], dtype: type[np.int32] | type[np.int64] | type[np.float32]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, dtype), *arrays])

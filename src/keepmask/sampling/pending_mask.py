@@ -1,4 +1,4 @@
-"""`PendingMask`: the supports of one step on their way to the host."""
+"""`DeviceMask`: the supports of one step on their way to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_COMPACT_IDS", "Event", "HostRows", "PendingMask", "pack_ids", "unpack_ids"]
+from keepmask.sampling.drawn import Supports
+
+__all__ = ["MAX_COMPACT_IDS", "DeviceMask", "Event", "HostRows", "pack_ids", "unpack_ids"]
 
 MAX_COMPACT_IDS = 2048
 """Rows wider than this are held as V bits instead of as ids."""
@@ -57,7 +59,7 @@ class HostRows:
         )
 
 
-class PendingMask:
+class DeviceMask:
     """Supports of the rows of a batch that return them; `row` reads them once `wait` has returned.
 
     parts: where the host copies of the rows are, or will be. ready: says when all are complete; None where they are
@@ -65,15 +67,22 @@ class PendingMask:
     were copied from, may be used again; None where `parts` are theirs to keep.
     """
 
-    __slots__ = ("_parts", "_ready", "_release", "_slots")
+    __slots__ = ("_others", "_parts", "_ready", "_release", "_slots")
 
-    def __init__(self, *parts: HostRows, ready: Event | None = None, release: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        *parts: HostRows,
+        others: Supports,
+        ready: Event | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        self._others = others
         self._parts = parts
         self._ready = ready
         self._release = release
         self._slots = {b: (i, slot) for i, part in enumerate(parts) for slot, b in enumerate(part.rows)}
 
-    def wait(self) -> PendingMask:
+    def wait(self) -> DeviceMask:
         """Return once the host copy is complete. Waiting again costs nothing."""
         if self._ready is not None:
             self._ready.synchronize()
@@ -89,8 +98,10 @@ class PendingMask:
 
         Raises KeyError where row b of the batch returns no mask or failed.
         """
-        part, slot = self._slots[b]
         assert self._ready is None, "wait first"
+        if b not in self._slots:
+            return self._others.row(b)
+        part, slot = self._slots[b]
         rows = self._parts[part]
         if b in rows.wide:
             return unpack_ids(rows.wide[b], rows.vocab_size), rows.wide_logprobs.get(b)

@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 from keepmask.errors import ConfigError, RequestError
 from keepmask.head.sampled_logits import Head
 from keepmask.params import SamplingParams
-from keepmask.sampling.batch_params import BatchParams, RowsCache
 from keepmask.sampling.cuda.device_draw import DeviceDraw
 from keepmask.sampling.definition import draw_reference
-from keepmask.sampling.drawn import Drawn
+from keepmask.sampling.drawn import Drawn, PendingMask
 from keepmask.sampling.param_checks import check_params, check_token_ids
-from keepmask.sampling.pending_mask import PendingMask
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.spec import SamplerSpec
 from keepmask.sampling.token_logprobs import BatchLogprobs
@@ -62,7 +60,6 @@ class Sampler:
             raise ConfigError(f"impl={impl!r}: must be 'auto', 'reference', 'fast' or 'triton'")
         self.spec = spec
         self.impl = impl
-        self._params = RowsCache(BatchParams.of)
         self._fast = _fast_draw(spec, impl)
         self._on_device = _device_draw(spec, impl)
 
@@ -121,22 +118,21 @@ class Sampler:
             return self._on_device(head, rows)
         if self.impl == "fast":
             raise ConfigError(f"impl='fast': there is no fast sampler for device {device}; use impl='auto'")
-        return draw_reference(head, rows, self.spec, self._params.get(rows, device))
+        return draw_reference(head, rows, self.spec)
 
     def _check_membership(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> None:
         """Fail rows whose support is empty or does not hold the drawn id."""
-        for b in np.flatnonzero(~drawn.inside()).tolist():
-            position = rows[b].num_output_tokens
-            if drawn.token_ids[b] < 0:
-                message = (
-                    f"no token is left to draw at output position {position}: the bans leave nothing of the "
-                    "vocabulary; relax allowed_token_ids, bad_words, min_tokens or the logits processors"
-                )
-            else:
-                message = (
-                    f"token {drawn.token_ids[b]} drawn at output position {position} is outside its support; "
-                    "this is a fault of the sampler, please report it"
-                )
+        for b in np.flatnonzero(drawn.token_ids < 0).tolist():
+            message = (
+                f"no token is left to draw at output position {rows[b].num_output_tokens}: the bans leave nothing of "
+                "the vocabulary; relax allowed_token_ids, bad_words, min_tokens or the logits processors"
+            )
+            drawn.errors.setdefault(b, RequestError(message))
+        for b in drawn.outside().tolist():
+            message = (
+                f"token {drawn.token_ids[b]} drawn at output position {rows[b].num_output_tokens} is outside its "
+                "support; this is a fault of the sampler, please report it"
+            )
             drawn.errors.setdefault(b, RequestError(message))
 
     def _charge_masks(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> None:
@@ -156,8 +152,8 @@ class Sampler:
                 drawn.errors.setdefault(b, error)
 
     def _capture(self, drawn: Drawn, rows: Sequence[SamplingRow]) -> PendingMask | None:
-        captured = [b for b, row in enumerate(rows) if row.returns_mask and b not in drawn.errors]
-        return drawn.pending_mask(captured, rows, self.spec.vocab_size) if captured else None
+        captured = any(row.returns_mask and b not in drawn.errors for b, row in enumerate(rows))
+        return drawn.pending_mask(rows) if captured else None
 
 
 def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,16 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepmask.errors import RequestError
-from keepmask.params import SamplingParams
 from keepmask.sampling.row import SamplingRow
-from keepmask.sampling.spec import SamplerSpec
+from keepmask.sampling.spec import LogitsProcessor, ProcessorContext, SamplerSpec
 from keepmask.sampling.transfer import to_device
 
 __all__ = [
     "STEPS",
-    "LogitsProcessor",
     "ProcessedRows",
-    "ProcessorContext",
     "changes_logits",
     "changes_values",
     "may_change_logits",
@@ -32,35 +28,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 NEVER = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorContext:
-    """What a custom logits processor may know of the completion it changes. The arrays are read-only."""
-
-    params: SamplingParams
-    prompt_token_ids: NDArray[np.int64]
-    output_token_ids: NDArray[np.int64]
-
-
-class LogitsProcessor(Protocol):
-    """A custom change of the logits, given to the engine and applied to every request, after bad words.
-
-    It may bring `replay(logits [K] float32, ids [K], context) -> [K]`, the same change at the support alone, which
-    training needs when relative weights are not preserved.
-    """
-
-    @property
-    def preserves_relative_weights(self) -> bool:
-        """Whether logits it leaves finite keep their differences: True for one that only bans ids."""
-        ...
-
-    def apply(self, logits: Tensor, context: ProcessorContext) -> Tensor:
-        """logits: [V] float32, its own copy. Returns the changed logits, [V] float32; -inf bans an id.
-
-        An exception ends the request it was raised for, and no other.
-        """
-        ...
 
 
 @dataclass(slots=True)

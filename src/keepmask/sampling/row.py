@@ -90,6 +90,11 @@ class SamplingRow:
         return self._tokens[self._num_prompt_tokens : self._num_prompt_tokens + self.num_output_tokens]
 
     @property
+    def signed_seed(self) -> int:
+        """The seed's 64 bits in two's complement."""
+        return (self.seed + 2**63) % 2**64 - 2**63
+
+    @property
     def bans_stop_tokens(self) -> bool:
         """Whether end-of-sequence and stop tokens are banned at the next position."""
         return self.num_output_tokens < self.params.min_tokens

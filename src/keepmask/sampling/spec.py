@@ -1,18 +1,48 @@
-"""`SamplerSpec`: what one engine fixes for every request it samples."""
+"""`SamplerSpec`: what one engine fixes for every request it samples; and the processors it may be given."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from keepmask.config import LogprobsMode, SamplingMaskContract
 from keepmask.errors import ConfigError
-from keepmask.params import SamplingSemantics
+from keepmask.params import SamplingParams, SamplingSemantics
 
-if TYPE_CHECKING:
-    from keepmask.sampling.processors import LogitsProcessor
+__all__ = ["LogitsProcessor", "ProcessorContext", "SamplerSpec"]
 
-__all__ = ["SamplerSpec"]
+
+@dataclass(frozen=True, slots=True)
+class ProcessorContext:
+    """What a custom logits processor may know of the completion it changes. The arrays are read-only."""
+
+    params: SamplingParams
+    prompt_token_ids: NDArray[np.int64]
+    output_token_ids: NDArray[np.int64]
+
+
+class LogitsProcessor(Protocol):
+    """A custom change of the logits, given to the engine and applied to every request, after bad words.
+
+    It may bring `replay(logits [K] float32, ids [K], context) -> [K]`, the same change at the support alone, which
+    training needs when relative weights are not preserved.
+    """
+
+    @property
+    def preserves_relative_weights(self) -> bool:
+        """Whether logits it leaves finite keep their differences: True for one that only bans ids."""
+        ...
+
+    def apply(self, logits: Tensor, context: ProcessorContext) -> Tensor:
+        """logits: [V] float32, its own copy. Returns the changed logits, [V] float32; -inf bans an id.
+
+        An exception ends the request it was raised for, and no other.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

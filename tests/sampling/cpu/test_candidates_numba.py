@@ -3,25 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from cpu_rows import EXACT, HALF, SIZES, rows_of, within
+from cpu_rows import EXACT, HALF, SIZES, record, room, rows_of, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepmask.sampling.cpu import candidates_numba as candidates
-from keepmask.sampling.cpu.rows_numba import EMPTY, NOT_FINITE, OK, TOO_MANY, all_legal
+from keepmask.sampling.cpu.rows_numba import all_legal
+from keepmask.sampling.row_records import EMPTY, NOT_FINITE, OK, TOO_MANY
 
 
 def select(row, *, T=1.0, k=0, log_min_p=-np.inf, top_p=1.0, weighs=False, margin=EXACT, token=(-1, 0.0), C=None):
-    C = C or row.size
-    z, ids = np.full((1, C), np.nan, np.float32), np.full((1, C), -7, np.int32)
-    counts, sums, status = np.zeros(1, int), np.zeros((1, 3)), np.zeros(1, int)
-    tokens, token_z = np.asarray([[token[0], 0]]), np.asarray([token[1]], np.float32)
-    zero, on = np.zeros(1, np.int64), np.asarray([weighs])
-    bounds = (np.asarray([T], np.float32), np.asarray([k]), np.asarray([log_min_p]), np.asarray([top_p]), on)
-    results = (z, ids, counts, sums, status)
-    candidates.select(row[None], zero, zero, *bounds, margin, tokens, token_z, *results, 0, 1)
-    n = int(counts[0])
-    return ids[0, :n], z[0, :n], sums[0], int(status[0]), int(tokens[0, 1])
+    records = record(temperature=np.float32(T), select_k=k, select_log_min_p=log_min_p, select_top_p=top_p)
+    records["weighs"] = weighs
+    found = room(C or row.size)
+    found.rows["token_id"], found.rows["token_s"] = token
+    kernel = candidates.select_bfloat16 if row.dtype == np.uint16 else candidates.select
+    kernel(row[None], records, margin, *found, 0, 1)
+    (told,) = found.rows
+    sums, n = (told["outside"], told["shift"], told["floor"]), told["count"]
+    return found.ids[0, :n], found.z[0, :n], sums, int(told["status"]), int(told["rank"])
 
 
 @pytest.mark.parametrize("margin", [EXACT, HALF])
@@ -107,13 +107,9 @@ def test_more_candidates_than_there_is_room_for_are_told():
 @settings(max_examples=40)
 def test_bfloat16_bits_are_read_as_their_floats(data, V, k, top_p):
     half = torch.from_numpy(data.draw(rows_of(V))).bfloat16()
-    bits, wide = half.view(torch.int16).numpy().view(np.uint16)[None], half.float().numpy()
-    zero, one = np.zeros(1, np.int64), np.ones(1, np.float32)
-    bounds = (one, np.asarray([min(k, V)]), np.asarray([-np.inf]), np.asarray([top_p]), np.asarray([True]))
-    z, ids, tokens = np.zeros((1, V), np.float32), np.zeros((1, V), np.int32), np.full((1, 2), -1)
-    counts, sums, status = np.zeros(1, int), np.zeros((1, 3)), np.zeros(1, int)
-    results = (z, ids, counts, sums, status)
-    candidates.select_bfloat16(bits, zero, zero, *bounds, HALF, tokens, one, *results, 0, 1)
-    expected = select(wide, k=min(k, V), top_p=top_p, weighs=True, margin=HALF)
-    assert ids[0, : counts[0]].tolist() == expected[0].tolist()
-    assert (sums[0].tolist(), int(status[0])) == (expected[2].tolist(), expected[3])
+    bits, wide = half.view(torch.int16).numpy().view(np.uint16), half.float().numpy()
+    filters = {"k": min(k, V), "top_p": top_p, "weighs": True, "margin": HALF}
+    ids, _, *told = select(bits, **filters)
+    expected_ids, _, *expected = select(wide, **filters)
+    assert ids.tolist() == expected_ids.tolist()
+    assert told == expected

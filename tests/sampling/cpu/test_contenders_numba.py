@@ -3,23 +3,22 @@
 import numpy as np
 import pytest
 import torch
-from cpu_rows import EXACT, HALF, SIZES, rows_of, within
+from cpu_rows import EXACT, HALF, SIZES, record, room, rows_of, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepmask.sampling.cpu import contenders_numba
-from keepmask.sampling.cpu.rows_numba import EMPTY, TOO_MANY
 from keepmask.sampling.noise import gumbel
+from keepmask.sampling.row_records import EMPTY, TOO_MANY
 
 
 def contenders(row, *, T=1.0, position=0, seed=0, margin=EXACT, C=None):
-    C = C or row.size
-    z, ids = np.zeros((1, C), np.float32), np.zeros((1, C), np.int32)
-    counts, full, status = np.zeros(1, int), np.zeros(1, np.bool_), np.zeros(1, int)
-    zero = np.zeros(1, np.int64)
-    draw = (np.asarray([T], np.float32), np.asarray([position]), zero, np.asarray([seed]))
-    contenders_numba.contenders(row[None], zero, zero, *draw, margin, z, ids, counts, full, status, 0, 1)
-    return ids[0, : counts[0]], bool(full[0]), int(status[0])
+    found = room(C or row.size)
+    records = record(temperature=np.float32(T), position=position, seed=seed)
+    kernel = contenders_numba.contenders_bfloat16 if row.dtype == np.uint16 else contenders_numba.contenders
+    kernel(row[None], records, margin, *found, 0, 1)
+    (told,) = found.rows
+    return found.ids[0, : told["count"]], bool(told["full"]), int(told["status"])
 
 
 @pytest.mark.parametrize("margin", [EXACT, HALF])
@@ -51,12 +50,8 @@ def test_contenders_beyond_the_room_are_told():
 @settings(max_examples=40)
 def test_bfloat16_bits_are_read_as_their_floats(data, V):
     half = torch.from_numpy(data.draw(rows_of(V))).bfloat16()
-    bits, wide = half.view(torch.int16).numpy().view(np.uint16)[None], half.float().numpy()
-    zero, one = np.zeros(1, np.int64), np.ones(1, np.float32)
-    z, ids = np.zeros((1, V), np.float32), np.zeros((1, V), np.int32)
-    counts, full, status = np.zeros(1, int), np.zeros(1, np.bool_), np.zeros(1, int)
-    draw, results = (one, zero, zero, zero), (z, ids, counts, full, status)
-    contenders_numba.contenders_bfloat16(bits, zero, zero, *draw, HALF, *results, 0, 1)
-    mine, *told = contenders(wide, margin=HALF)
-    assert ids[0, : counts[0]].tolist() == mine.tolist()
-    assert told == [bool(full[0]), int(status[0])]
+    bits, wide = half.view(torch.int16).numpy().view(np.uint16), half.float().numpy()
+    ids, *told = contenders(bits, margin=HALF)
+    expected_ids, *expected = contenders(wide, margin=HALF)
+    assert ids.tolist() == expected_ids.tolist()
+    assert told == expected

@@ -2,33 +2,32 @@
 
 import numpy as np
 import pytest
+from cpu_rows import record, room
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepmask.sampling.cpu import draw_numba as draws
-from keepmask.sampling.cpu.rows_numba import NOT_FINITE, OK
+from keepmask.sampling.row_records import INSUFFICIENT, NOT_FINITE, OK, SGLANG, UNCERTAIN
 
 LOGITS = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**126, min_value=-(2.0**126))
-ZERO = np.zeros(1, np.int64)
 
 
 def encode(z, ids, T=1.0, width=None):
-    keys, status = np.zeros((1, width or len(z)), np.int64), np.zeros(1, int)
-    arrays = (np.asarray([z], np.float32), np.asarray([ids], np.int32), np.asarray([len(z)]), ZERO)
-    draws.encode(*arrays, np.asarray([T], np.float32), width or len(z), keys, status, 0, 1)
-    return keys[0], int(status[0])
+    keys, found = np.zeros((1, width or len(z)), np.int64), room(len(z))
+    found.rows["count"] = len(z)
+    arrays = (np.asarray([z], np.float32), np.asarray([ids], np.int32), record(temperature=np.float32(T)))
+    draws.encode(*arrays, found.rows, keys, 0, 1)
+    return keys[0], int(found.rows["status"][0])
 
 
-def decide(z, ids, *, profile=0, top_k=2**31 - 1, top_p=1.0, log_min_p=-np.inf, sums=(0.0, 0.0, -np.inf), by_rank=True):
-    keys = np.sort(encode(z, ids)[0])[None]
-    counts, status = np.asarray([len(z)]), np.zeros(1, int)
-    token_ids, ranks, top = np.full(1, -1), np.zeros(1, int), np.zeros((1, 0), np.float32)
-    filters = (np.asarray([profile]), np.asarray([False]), np.asarray([top_k]), np.asarray([top_p]))
-    filters += (np.asarray([log_min_p]), np.asarray([by_rank]))
-    results = (token_ids, ranks, np.zeros((1, 0), np.int32), top, top, np.zeros((1, 2), np.float32))
-    draws.decide(keys, counts, len(z), ZERO, *filters, ZERO, ZERO, ZERO, np.asarray([sums]), status, *results, 0, 1)
-    support = sorted(int(key) >> 32 for key in keys[0, : counts[0]])
-    return support, int(status[0]), int(token_ids[0])
+def decide(z, ids, *, sums=(0.0, 0.0, -np.inf), by_rank=True, **fields):
+    keys, found = np.sort(encode(z, ids)[0])[None], room(len(z))
+    found.rows["count"] = len(z)
+    found.rows["outside"], found.rows["shift"], found.rows["floor"] = sums
+    none = np.zeros((1, 0), np.float32)
+    draws.decide(keys, record(by_rank=by_rank, **fields), found.rows, none.astype(np.int32), none, none, 0, 1)
+    (told,) = found.rows
+    return sorted(int(key) >> 32 for key in keys[0, : told["count"]]), int(told["status"]), int(told["token_id"])
 
 
 @given(st.lists(LOGITS, min_size=1, max_size=30), st.sampled_from([1.0, 0.5, 3.0]))
@@ -56,24 +55,22 @@ def test_an_exact_logit_that_is_no_number_is_told(bad):
 
 
 def test_a_sum_on_the_boundary_is_left_to_the_definition():
-    assert decide([0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3], top_p=0.5)[1] == draws.UNCERTAIN
+    assert decide([0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3], top_p=0.5)[1] == UNCERTAIN
     assert decide([0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3], top_p=0.51)[:2] == ([0, 1, 2], OK)
 
 
 def test_a_draw_between_equal_scores_is_left_to_the_definition():
     # The same id twice has the same logit and the same noise.
-    assert decide([0.0, 0.0], [7, 7])[1] == draws.UNCERTAIN
+    assert decide([0.0, 0.0], [7, 7])[1] == UNCERTAIN
 
 
 def test_a_mass_cut_beyond_the_candidates_is_insufficient():
     kwargs = {"top_p": 0.9, "sums": (1.0, 0.0, -1.0), "by_rank": False}
-    assert decide([0.0, -0.5], [0, 1], **kwargs)[1] == draws.INSUFFICIENT
-    assert decide([0.0, -0.5], [0, 1], **kwargs | {"by_rank": True}, profile=1)[:2] == ([0, 1], OK)
+    assert decide([0.0, -0.5], [0, 1], **kwargs)[1] == INSUFFICIENT
+    assert decide([0.0, -0.5], [0, 1], **kwargs | {"by_rank": True}, profile=SGLANG)[:2] == ([0, 1], OK)
 
 
 def test_a_cut_among_ids_that_others_may_outrank_is_insufficient():
     # Ids that are not here may have logits up to -0.2, and come before the second one.
-    assert (
-        decide([0.0, -0.5, -2.0], [0, 1, 2], top_p=0.7, sums=(0.1, 0.0, -0.2), by_rank=False)[1] == draws.INSUFFICIENT
-    )
+    assert decide([0.0, -0.5, -2.0], [0, 1, 2], top_p=0.7, sums=(0.1, 0.0, -0.2), by_rank=False)[1] == INSUFFICIENT
     assert decide([0.0, -0.5, -2.0], [0, 1, 2], top_p=0.7, sums=(0.1, 0.0, -0.9), by_rank=False)[:2] == ([0, 1], OK)

@@ -12,12 +12,8 @@ from keepmask.compiled.jit import jit, jit_reassociated
 from keepmask.compiled.team_rows import on_team
 from keepmask.sampling.cpu.rows_numba import (
     BLOCK,
-    EMPTY,
     INFINITY_KEY,
     MINUS_INFINITY_KEY,
-    NOT_FINITE,
-    OK,
-    TOO_MANY,
     least_exact,
     lowered,
     reaching,
@@ -25,6 +21,7 @@ from keepmask.sampling.cpu.rows_numba import (
     value_of_key,
     widen,
 )
+from keepmask.sampling.row_records import BAND, EMPTY, NOT_FINITE, OK, TOO_MANY, Records
 
 __all__ = ["run_bfloat16", "run_float32", "select", "select_bfloat16"]
 
@@ -179,23 +176,25 @@ def rank_of(
 def grow(
     row: NDArray[np.float32],
     block_max: NDArray[np.int32],
-    low: np.int32,
-    high: np.int32,
-    temperature: np.float32,
+    extremes: tuple[np.int32, np.int32],
+    params: Any,
     shift: float,
     target: float,
-    rho: float,
-    alpha: float,
+    margin: tuple[float, float],
     z: NDArray[np.float32],
     ids: NDArray[np.int32],
 ) -> tuple[int, float, np.float32]:
-    """Collect the highest logits until their weight reaches `target`: their number, their weight and their bound."""
-    n_blocks, t = block_max.size, float(temperature)
+    """Collect the highest logits until their weight reaches `target`: their number, their weight and their bound.
+
+    extremes: the lowest and highest order key of the row.
+    """
+    n_blocks, t, (low, high) = block_max.size, float(params.temperature), extremes
+    temperature = np.float32(t)
     k, first_bound = 32, np.float32(-np.inf)
     while True:
         bound = np.float32(-np.inf)
         if k < n_blocks:
-            bound = lowered(float(value_of_key(reached_by(block_max, k, low, high))), t, rho, alpha)
+            bound = lowered(float(value_of_key(reached_by(block_max, k, low, high))), t, margin)
         n = collect(row, block_max, BLOCK, bound, z, ids)
         if n > ids.size:
             return n, 0.0, bound
@@ -205,9 +204,9 @@ def grow(
         if weight >= target or k >= n_blocks:
             break
         k *= 4
-    if rho > 0:
+    if margin[0] > 0:
         # Few more than enough, for each costs a rescoring; but a margin, for the exact order and weights may differ.
-        bound = min(first_bound, lowered(tight_bound(z[:n], temperature, shift, target), t, rho, alpha))
+        bound = min(first_bound, lowered(tight_bound(z[:n], temperature, shift, target), t, margin))
         n = collect(row, block_max, BLOCK, bound, z, ids)
         weight = weight_sum(z[: min(n, ids.size)], temperature, shift)
     return n, weight, bound
@@ -232,156 +231,98 @@ def tight_bound(z: NDArray[np.float32], temperature: np.float32, shift: float, t
 @jit
 def select_row(
     row: NDArray[np.float32],  # [V]
-    temperature: np.float32,
-    k: int,
-    log_min_p: float,
-    top_p: float,
-    weighs: bool,
-    rho: float,
-    alpha: float,
-    tokens: NDArray[np.int64],  # [2], in: a token id or -1; out: its rank
-    token_z: np.float32,
+    params: Any,
+    margin: tuple[float, float],
+    found: Any,
     block_max: NDArray[np.int32],  # [ceil(V / 64)], scratch
     scratch: NDArray[np.int32],  # [V], scratch
     z: NDArray[np.float32],  # [C], out
     ids: NDArray[np.int32],  # [C], out
-) -> tuple[int, int, float, float, float]:
-    """One row of `select`: status, count, outside, shift, floor."""
+) -> int:
+    """One row of `select`: its status."""
+    found.count, found.outside, found.shift, found.floor = 0, 0.0, 0.0, 0.0
     bits = row.view(np.int32)
     low, high = scan(bits, block_max)
     if low < MINUS_INFINITY_KEY or high >= INFINITY_KEY:
-        return NOT_FINITE, 0, 0.0, 0.0, 0.0
+        return NOT_FINITE
     if high == MINUS_INFINITY_KEY:
-        return EMPTY, 0, 0.0, 0.0, 0.0
-    top = value_of_key(high)
+        return EMPTY
+    temperature, t, top = np.float32(params.temperature), float(params.temperature), value_of_key(high)
     shift = np.float64(top / temperature)
     if not math.isfinite(shift):
-        return NOT_FINITE, 0, 0.0, 0.0, 0.0
-    if tokens[0] >= 0:
-        tokens[1] = rank_of(row, block_max, temperature, tokens[0], token_z)
-    total = row_weight(row, block_max, temperature, shift) if weighs else 0.0
+        return NOT_FINITE
+    if found.token_id >= 0:
+        found.rank = rank_of(row, block_max, temperature, found.token_id, found.token_s)
+    total = row_weight(row, block_max, temperature, shift) if params.weighs else 0.0
     bound, width, closed = np.float32(-np.inf), BLOCK, True
     maxima = block_max
-    if k > 0:
-        kth, maxima, width = top_k_bound(bits, block_max, k, low, high, scratch)
-        bound = lowered(float(kth), float(temperature), rho, alpha)
-    if log_min_p > -np.inf:
-        exact = least_exact(float(top), rho, alpha) + float(temperature) * log_min_p
-        bound = max(bound, reaching(exact, abs(float(top)), float(temperature), rho, alpha))
-    if k == 0 and log_min_p == -np.inf and top_p < 1:
-        n, weight, bound = grow(
-            row, block_max, low, high, temperature, shift, top_p * total * (1 + 1e-9), rho, alpha, z, ids
-        )
+    if params.select_k > 0:
+        kth, maxima, width = top_k_bound(bits, block_max, params.select_k, low, high, scratch)
+        bound = lowered(float(kth), t, margin)
+    if params.select_log_min_p > -np.inf:
+        exact = least_exact(float(top), margin) + t * params.select_log_min_p
+        bound = max(bound, reaching(exact, abs(float(top)), t, margin))
+    if params.select_k == 0 and params.select_log_min_p == -np.inf and params.select_top_p < 1:
+        target = params.select_top_p * total * (1 + BAND)
+        n, weight, bound = grow(row, block_max, (low, high), params, shift, target, margin, z, ids)
         closed = bound == -np.inf
     else:
         n = collect(row, maxima, width, bound, z, ids)
-        weight = weight_sum(z[: min(n, ids.size)], temperature, shift) if weighs else 0.0
+        weight = weight_sum(z[: min(n, ids.size)], temperature, shift) if params.weighs else 0.0
+    found.shift = shift
     if n > ids.size:
-        return TOO_MANY, 0, 0.0, shift, 0.0
+        return TOO_MANY
     outside = total - weight if bound > -np.inf else 0.0
-    if outside < 1e-13 * total:  # nothing but the rounding of the two sums
-        outside = 0.0
-    above = np.float32(np.float64(bound) + rho * abs(np.float64(bound)) + alpha)
-    floor = -np.inf if closed else np.float64(np.nextafter(above, np.float32(np.inf)) / temperature)
-    return OK, n, outside, shift, floor
+    if outside > 1e-13 * total:  # more than the rounding of the two sums
+        found.outside = outside
+    above = np.float32(np.float64(bound) + margin[0] * abs(np.float64(bound)) + margin[1])
+    found.count = n
+    found.floor = -np.inf if closed else np.float64(np.nextafter(above, np.float32(np.inf)) / temperature)
+    return OK
 
 
 @jit
 def select(
     logits: NDArray[np.float32],  # [R, V]
-    x_rows: NDArray[np.int64],  # [M], the row of logits of each item
-    items: NDArray[np.int64],  # [M], the entry of the parameters of each item
-    temperature: NDArray[np.float32],  # [B]
-    top_k: NDArray[np.int64],  # [B], 0 where off
-    log_min_p: NDArray[np.float64],  # [B], -inf where off
-    top_p: NDArray[np.float64],  # [B], 1 where off
-    weighs: NDArray[np.bool_],  # [B]
+    records: Records,  # [M]
     margin: tuple[float, float],
-    tokens: NDArray[np.int64],  # [M, 2], in: token ids, or -1; out: their ranks
-    token_z: NDArray[np.float32],  # [M], their logits over the temperature
+    found: Records,  # [M] of `search.FOUND`, in: tokens and their s; out: their ranks, and the rest
     z: NDArray[np.float32],  # [M, C], out
     ids: NDArray[np.int32],  # [M, C], out
-    counts: NDArray[np.int64],  # [M], out
-    sums: NDArray[np.float64],  # [M, 3], out: outside, shift, floor
-    status: NDArray[np.int64],  # [M], out
     first: int,
     end: int,
 ) -> None:
     """Candidates: every id that top-k (ties included), min-p and top-p may keep, whatever their order, and a few more.
 
-    counts: how many, all above -inf. sums: the weight exp(z / temperature - shift) of all other ids, for rows that
-    weigh; shift, the highest z / temperature; floor: no id above it is missing, in units of z / temperature.
-    top_p bounds the candidates only where top-k and min-p are off, and needs `weighs`. The rank of a token is 1 + the
-    number of ids before it by (z / temperature descending, id ascending).
+    select_top_p bounds the candidates only where select_k and select_log_min_p are off, and needs `weighs`. The rank of
+    a token is 1 + the number of ids before it by (z / temperature descending, id ascending).
     """
     V = logits.shape[1]
     block_max = np.empty((V + BLOCK - 1) // BLOCK, np.int32)
     scratch = np.empty(V, np.int32)
     for m in range(first, end):
-        b = items[m]
-        status[m], counts[m], sums[m, 0], sums[m, 1], sums[m, 2] = select_row(
-            logits[x_rows[m]],
-            temperature[b],
-            top_k[b],
-            log_min_p[b],
-            top_p[b],
-            weighs[b],
-            margin[0],
-            margin[1],
-            tokens[m],
-            token_z[m],
-            block_max,
-            scratch,
-            z[m],
-            ids[m],
-        )
+        row = logits[records[m].source]
+        found[m].status = select_row(row, records[m], margin, found[m], block_max, scratch, z[m], ids[m])
 
 
 @jit
 def select_bfloat16(
     logits: NDArray[np.uint16],  # [R, V], bits of bfloat16
-    x_rows: NDArray[np.int64],
-    items: NDArray[np.int64],
-    temperature: NDArray[np.float32],
-    top_k: NDArray[np.int64],
-    log_min_p: NDArray[np.float64],
-    top_p: NDArray[np.float64],
-    weighs: NDArray[np.bool_],
+    records: Records,
     margin: tuple[float, float],
-    tokens: NDArray[np.int64],
-    token_z: NDArray[np.float32],
+    found: Records,
     z: NDArray[np.float32],
     ids: NDArray[np.int32],
-    counts: NDArray[np.int64],
-    sums: NDArray[np.float64],
-    status: NDArray[np.int64],
     first: int,
     end: int,
 ) -> None:
     """`select` of bfloat16 logits."""
-    row, no_rows = np.empty((1, logits.shape[1]), np.float32), np.zeros(end, np.int64)
+    V = logits.shape[1]
+    row, block_max = np.empty(V, np.float32), np.empty((V + BLOCK - 1) // BLOCK, np.int32)
+    scratch = np.empty(V, np.int32)
     for m in range(first, end):
-        widen(logits[x_rows[m]], row[0])
-        select(
-            row,
-            no_rows,
-            items,
-            temperature,
-            top_k,
-            log_min_p,
-            top_p,
-            weighs,
-            margin,
-            tokens,
-            token_z,
-            z,
-            ids,
-            counts,
-            sums,
-            status,
-            m,
-            m + 1,
-        )
+        widen(logits[records[m].source], row)
+        found[m].status = select_row(row, records[m], margin, found[m], block_max, scratch, z[m], ids[m])
 
 
 @jit

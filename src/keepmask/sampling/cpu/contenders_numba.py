@@ -13,17 +13,14 @@ from keepmask.compiled.team_rows import on_team
 from keepmask.sampling.cpu.noise_numba import first_words, gumbel, round_keys
 from keepmask.sampling.cpu.rows_numba import (
     BLOCK,
-    EMPTY,
     INFINITY_KEY,
     MINUS_INFINITY_KEY,
-    NOT_FINITE,
-    OK,
     SLACK,
-    TOO_MANY,
     scan,
     value_of_key,
     widen,
 )
+from keepmask.sampling.row_records import EMPTY, NEAR, NOT_FINITE, OK, RELATIVELY_NEAR, TOO_MANY, Records
 
 __all__ = ["contenders", "contenders_bfloat16", "near", "run_bfloat16", "run_float32"]
 
@@ -31,18 +28,13 @@ __all__ = ["contenders", "contenders_bfloat16", "near", "run_bfloat16", "run_flo
 @jit
 def contenders_row(
     row: NDArray[np.float32],  # [V]
-    temperature: np.float32,
-    position: int,
-    completion: int,
-    seed: int,
-    rho: float,
-    alpha: float,
+    params: Any,
+    margin: tuple[float, float],
     block_max: NDArray[np.int32],  # [ceil(V / 64)], scratch
-    z: NDArray[np.float32],  # [C], out
-    ids: NDArray[np.int32],  # [C], out
-    upper: NDArray[np.float64],  # [C], scratch
+    room: tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float64]],  # z, ids: [C], out; upper: [C], scratch
 ) -> tuple[int, int, bool]:
     """One row of `contenders`: status, count, whether every logit over the temperature is above -inf."""
+    temperature = np.float32(params.temperature)
     low, high = scan(row.view(np.int32), block_max)
     if low < MINUS_INFINITY_KEY or high >= INFINITY_KEY:
         return NOT_FINITE, 0, False
@@ -55,23 +47,21 @@ def contenders_row(
     while block_max[start] != high:
         start += 1
     keys, x0 = np.empty((10, 2), np.uint32), np.empty(BLOCK, np.uint32)
-    round_keys(seed, keys)
+    round_keys(params.seed, keys)
     best, n = -np.inf, 0
     for turn in range(block_max.size):
         # The block of the highest logit first: the better the best score so far, the fewer ids are looked at.
         j = start if turn == 0 else turn - 1 if turn <= start else turn
-        least = beating(best, value_of_key(block_max[j]), temperature, rho, alpha)
+        least = beating(best, value_of_key(block_max[j]), temperature, margin)
         if least < 0:
             continue
         block = row[j * BLOCK : (j + 1) * BLOCK]
-        first_words(j * BLOCK, position, completion, keys, x0[: block.size])
+        first_words(j * BLOCK, params, keys, x0[: block.size])
         if any_at_least(x0[: block.size], least):
-            best, n = contend(
-                block, j * BLOCK, x0, least, best, n, temperature, position, completion, seed, rho, alpha, z, ids, upper
-            )
-            if n > ids.size:
+            best, n = contend(block, j * BLOCK, x0, least, (best, n), params, margin, room)
+            if n > room[1].size:
                 return TOO_MANY, 0, full
-    return OK, still_contending(z, ids, upper, n, best - near(best)), full
+    return OK, still_contending(room, n, best - near(best)), full
 
 
 @jit
@@ -80,27 +70,23 @@ def contend(
     first_id: int,
     x0: NDArray[np.uint32],
     least: int,
-    best: float,
-    n: int,
-    temperature: np.float32,
-    position: int,
-    completion: int,
-    seed: int,
-    rho: float,
-    alpha: float,
-    z: NDArray[np.float32],
-    ids: NDArray[np.int32],
-    upper: NDArray[np.float64],
+    so_far: tuple[float, int],
+    params: Any,
+    margin: tuple[float, float],
+    room: tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float64]],
 ) -> tuple[float, int]:
-    """Add the ids of a block that may beat `best` to the n contenders: the new best and n, C + 1 if there is no room.
+    """Add the ids of a block that may beat the best score to the contenders.
 
-    best: the highest score that some contender is sure of. least: the lowest x0 >> 6 that may beat it.
+    so_far: the highest score that some contender is sure of, and how many there are. Returns the new ones, C + 1 of
+    them if there is no room. least: the lowest x0 >> 6 that may beat the best.
     """
+    (best, n), (rho, alpha), (z, ids, upper) = so_far, margin, room
+    temperature = np.float32(params.temperature)
     for i in range(block.size):
         r = np.float64(block[i])
         if (x0[i] >> np.uint32(6)) < least or r == -np.inf:
             continue
-        noise = gumbel(first_id + i, position, completion, seed)
+        noise = gumbel(first_id + i, params)
         if rho > 0:
             spread = (rho * abs(r) + alpha) / temperature + abs(r / temperature) * SLACK
             lowest, highest = r / temperature - spread + noise, r / temperature + spread + noise
@@ -111,7 +97,7 @@ def contend(
         if highest < best - near(best):
             continue
         if n == ids.size:
-            n = still_contending(z, ids, upper, n, best - near(best))
+            n = still_contending(room, n, best - near(best))
             if n == ids.size:
                 return best, n + 1
         z[n], ids[n], upper[n] = block[i], first_id + i, highest
@@ -122,17 +108,18 @@ def contend(
 @jit
 def near(score: float) -> float:
     """Scores closer than this may order either way, by the last bits of the logarithms."""
-    return 1e-9 + abs(score) * 1e-12
+    return NEAR + abs(score) * RELATIVELY_NEAR
 
 
 @jit
-def beating(best: float, top: np.float32, temperature: np.float32, rho: float, alpha: float) -> int:
+def beating(best: float, top: np.float32, temperature: np.float32, margin: tuple[float, float]) -> int:
     """The lowest x0 >> 6 with which a logit of at most `top` may reach the score `best`; -1 where none can.
 
     Its noise must be at least `need`, so u >= exp(-exp(-need)), and u < ((x0 >> 6) + 1) 2**-26.
     """
     if top == -np.inf:
         return -1
+    rho, alpha = margin
     reach = (np.float64(top) + rho * abs(np.float64(top)) + alpha) / temperature
     need = best - near(best) - reach - abs(reach) * SLACK if best > -np.inf else -np.inf
     if need > 36.8:  # noise never exceeds -log(-log(1 - 2**-53)) = 36.74
@@ -154,9 +141,10 @@ def any_at_least(x0: NDArray[np.uint32], least: int) -> bool:
 
 @jit
 def still_contending(
-    z: NDArray[np.float32], ids: NDArray[np.int32], upper: NDArray[np.float64], n: int, least: float
+    room: tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float64]], n: int, least: float
 ) -> int:
     """Keep those of the first n whose upper score is at least `least`; their number."""
+    z, ids, upper = room
     kept = 0
     for i in range(n):
         if upper[i] >= least:
@@ -168,18 +156,11 @@ def still_contending(
 @jit
 def contenders(
     logits: NDArray[np.float32],  # [R, V]
-    x_rows: NDArray[np.int64],  # [M]
-    items: NDArray[np.int64],  # [M]
-    temperature: NDArray[np.float32],  # [B]
-    positions: NDArray[np.int64],  # [B]
-    completions: NDArray[np.int64],  # [B]
-    seeds: NDArray[np.int64],  # [B]
+    records: Records,  # [M]
     margin: tuple[float, float],
+    rows: Records,  # [M], out: status, count, full
     z: NDArray[np.float32],  # [M, C], out
     ids: NDArray[np.int32],  # [M, C], out
-    counts: NDArray[np.int64],  # [M], out
-    full: NDArray[np.bool_],  # [M], out
-    status: NDArray[np.int64],  # [M], out
     first: int,
     end: int,
 ) -> None:
@@ -190,61 +171,29 @@ def contenders(
     block_max = np.empty((logits.shape[1] + BLOCK - 1) // BLOCK, np.int32)
     upper = np.empty(ids.shape[1], np.float64)
     for m in range(first, end):
-        b = items[m]
-        status[m], counts[m], full[m] = contenders_row(
-            logits[x_rows[m]],
-            temperature[b],
-            positions[b],
-            completions[b],
-            seeds[b],
-            margin[0],
-            margin[1],
-            block_max,
-            z[m],
-            ids[m],
-            upper,
-        )
+        found = contenders_row(logits[records[m].source], records[m], margin, block_max, (z[m], ids[m], upper))
+        rows[m].status, rows[m].count, rows[m].full = found
 
 
 @jit
 def contenders_bfloat16(
     logits: NDArray[np.uint16],  # [R, V], bits of bfloat16
-    x_rows: NDArray[np.int64],
-    items: NDArray[np.int64],
-    temperature: NDArray[np.float32],
-    positions: NDArray[np.int64],
-    completions: NDArray[np.int64],
-    seeds: NDArray[np.int64],
+    records: Records,
     margin: tuple[float, float],
+    rows: Records,
     z: NDArray[np.float32],
     ids: NDArray[np.int32],
-    counts: NDArray[np.int64],
-    full: NDArray[np.bool_],
-    status: NDArray[np.int64],
     first: int,
     end: int,
 ) -> None:
     """`contenders` of bfloat16 logits."""
-    row, no_rows = np.empty((1, logits.shape[1]), np.float32), np.zeros(end, np.int64)
+    row = np.empty(logits.shape[1], np.float32)
+    block_max = np.empty((logits.shape[1] + BLOCK - 1) // BLOCK, np.int32)
+    upper = np.empty(ids.shape[1], np.float64)
     for m in range(first, end):
-        widen(logits[x_rows[m]], row[0])
-        contenders(
-            row,
-            no_rows,
-            items,
-            temperature,
-            positions,
-            completions,
-            seeds,
-            margin,
-            z,
-            ids,
-            counts,
-            full,
-            status,
-            m,
-            m + 1,
-        )
+        widen(logits[records[m].source], row)
+        found = contenders_row(row, records[m], margin, block_max, (z[m], ids[m], upper))
+        rows[m].status, rows[m].count, rows[m].full = found
 
 
 @jit

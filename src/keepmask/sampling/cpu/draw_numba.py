@@ -17,47 +17,48 @@ from keepmask.compiled.jit import jit
 from keepmask.compiled.team_rows import on_team
 from keepmask.sampling.cpu.contenders_numba import near
 from keepmask.sampling.cpu.noise_numba import gumbel
-from keepmask.sampling.cpu.rows_numba import NOT_FINITE, OK, order_key, value_of_key
+from keepmask.sampling.cpu.rows_numba import order_key, value_of_key
+from keepmask.sampling.row_records import (
+    BAND,
+    HF,
+    INSUFFICIENT,
+    NOT_FINITE,
+    OK,
+    SGLANG,
+    UNCERTAIN,
+    VLLM,
+    Records,
+)
 
-__all__ = ["INSUFFICIENT", "PADDING", "UNCERTAIN", "decide", "encode", "run_decide", "run_encode", "settle"]
-
-UNCERTAIN, INSUFFICIENT = 4, 5
-"""Status of a row: a decision is too close; candidates are missing. The others are those of `rows_numba`."""
+__all__ = ["PADDING", "decide", "encode", "run_decide", "run_encode", "settle"]
 
 PADDING = np.int64(2**63 - 1)
 """A key after all others."""
 
-BAND = 1e-9
-"""Sums of weights closer than this, relative to the whole, may compare either way. Adding 2**18 weights in any order is
-off by 3e-11 at most."""
-
-VLLM, SGLANG, HF = 0, 1, 2
+LOWEST = np.float64(np.finfo(np.float32).min)
 
 
 @jit
 def encode(
     z: NDArray[np.float32],  # [M, C], logits before temperature
     ids: NDArray[np.int32],  # [M, C]
-    counts: NDArray[np.int64],  # [M]
-    items: NDArray[np.int64],  # [M], the entry of the parameters of each row
-    temperature: NDArray[np.float32],  # [B]
-    width: int,
-    keys: NDArray[np.int64],  # [M, C], out
-    status: NDArray[np.int64],  # [M], in and out
+    records: Records,  # [M]
+    found: Records,  # [M] of `search.FOUND`: count; in and out: status
+    keys: NDArray[np.int64],  # [M, width], out
     first: int,
     end: int,
 ) -> None:
-    """keys[:, :width]: integers that ascend as (z / temperature descending, id ascending), then `PADDING`."""
+    """Integers that ascend as (z / temperature descending, id ascending), then `PADDING`."""
     for m in range(first, end):
-        t = temperature[items[m]]
-        for i in range(counts[m]):
+        t, n = np.float32(records[m].temperature), found[m].count
+        for i in range(n):
             scaled = z[m, i] / t
             if not scaled < np.inf:
-                status[m] = NOT_FINITE
+                found[m].status = NOT_FINITE
                 break
             # -0 becomes 0, its equal; -inf stays the lowest
             keys[m, i] = (np.int64(~order_key(scaled if scaled != 0 else np.float32(0))) << 32) | np.int64(ids[m, i])
-        keys[m, counts[m] : width] = PADDING
+        keys[m, n:] = PADDING
 
 
 @jit
@@ -104,33 +105,23 @@ def first_below(z: NDArray[np.float32], n: int, bound: float) -> int:
 
 
 @jit
-def survivors(
-    z: NDArray[np.float32],  # [n], sorted descending, > -inf
-    profile: int,
-    greedy: bool,
-    top_k: int,
-    top_p: float,
-    log_min_p: float,
-    outside: float,
-    floor: float,
-    closed_by_rank: bool,
-) -> tuple[int, int, int, int]:
+def survivors(z: NDArray[np.float32], params: Any, outside: float, floor: float) -> tuple[int, int, int, int]:
     """The filters: entries [0, a) and [b, c) stay. Returns a, b, c and a status.
 
-    closed_by_rank: every id that top-k or min-p keeps is here, so the mass cut may lie beyond the entries.
+    z: [n], sorted descending, > -inf. outside: the weight of all other ids. floor: none of them is above it.
     """
-    n = z.size
-    if greedy:
+    n, profile = z.size, params.profile
+    if params.greedy:
         return 1, 1, 1, OK
-    kept_k = first_below(z, n, np.float64(z[top_k - 1])) if top_k <= n else n
-    kept_min_p = first_below(z, n, np.float64(z[0]) + log_min_p)
+    kept_k = first_below(z, n, np.float64(z[params.top_k - 1])) if params.top_k <= n else n
+    kept_min_p = first_below(z, n, np.float64(z[0]) + params.log_min_p)
     kept = min(kept_k, kept_min_p)
-    if top_p >= 1:
+    if params.top_p >= 1:
         return kept, kept, kept, OK
     considered = kept if profile == VLLM else kept_k if profile == HF else n
-    cut, certain = mass_cut(z, considered, top_p, outside, profile == SGLANG)
+    cut, certain = mass_cut(z, considered, params.top_p, outside, profile == SGLANG)
     if cut > considered:
-        if not closed_by_rank:
+        if not params.by_rank:  # where top-k or min-p bounds the candidates, what they keep is all here
             return 0, 0, 0, INSUFFICIENT
         cut = considered
     if not np.float64(z[cut - 1]) > floor:
@@ -154,112 +145,85 @@ def survivors(
 
 @jit
 def decide(
-    keys: NDArray[np.int64],  # [M, C], sorted; out: ids << 32 | bits of the log-probability, then PADDING
-    counts: NDArray[np.int64],  # [M], in: candidates; out: ids in the support
-    width: int,
-    items: NDArray[np.int64],  # [M], the entry of the parameters of each row
-    profile: NDArray[np.int64],  # [B]
-    greedy: NDArray[np.bool_],  # [B]
-    top_k: NDArray[np.int64],  # [B], above V where off
-    top_p: NDArray[np.float64],  # [B]
-    log_min_p: NDArray[np.float64],  # [B]
-    by_rank: NDArray[np.bool_],  # [B], whether top-k or min-p bounded the candidates
-    positions: NDArray[np.int64],  # [B]
-    completions: NDArray[np.int64],  # [B]
-    seeds: NDArray[np.int64],  # [B]
-    sums: NDArray[np.float64],  # [M, 3]: outside, shift, floor of `candidates_numba.select`
-    status: NDArray[np.int64],  # [M], in and out
-    token_ids: NDArray[np.int64],  # [M], out
-    ranks: NDArray[np.int64],  # [M], out, of the token within its support
+    keys: NDArray[np.int64],  # [M, width], sorted; out: ids << 32 | bits of the log-probability, then PADDING
+    records: Records,  # [M]
+    found: Records,  # [M] of `search.FOUND`, in: of `candidates_numba.select`; out: the draw, and ids in the support
     top_ids: NDArray[np.int32],  # [M, T], out, the first T of the support by (logit descending, id ascending)
-    top_z: NDArray[np.float32],  # [M, T], out, their scaled logits
+    top_s: NDArray[np.float32],  # [M, T], out, their scaled logits
     top_logprobs: NDArray[np.float32],  # [M, T], out
-    drawn: NDArray[np.float32],  # [M, 2], out: scaled logit and log-probability of the token
     first: int,
     end: int,
 ) -> None:
     """Filter and draw, for rows whose status is OK and which have candidates."""
-    z_row = np.empty(width, np.float32)
+    z_row = np.empty(keys.shape[1], np.float32)
     for m in range(first, end):
-        n = counts[m]
-        if status[m] != OK or n == 0:
-            counts[m] = 0
-            keys[m, :width] = PADDING
+        params, row = records[m], found[m]
+        n = row.count
+        if row.status != OK or n == 0:
+            row.count = 0
+            keys[m] = PADDING
             continue
-        b = items[m]
-        z = z_row[:n]
         for i in range(n):
-            z[i] = key_value(keys[m, i])
-        while n > 1 and z[n - 1] == -np.inf:  # the temperature took them beyond float32
+            z_row[i] = key_value(keys[m, i])
+        while n > 1 and z_row[n - 1] == -np.inf:  # the temperature took them beyond float32
             n -= 1
-        z = z[:n]
+        z = z_row[:n]
         highest = np.float64(z[0])
-        outside = sums[m, 0] * math.exp(sums[m, 1] - highest) if sums[m, 0] > 0 else 0.0
-        a, start, stop, status[m] = survivors(
-            z, profile[b], greedy[b], top_k[b], top_p[b], log_min_p[b], outside, sums[m, 2], by_rank[b]
-        )
+        outside = row.outside * math.exp(row.shift - highest) if row.outside > 0 else 0.0
+        a, start, stop, row.status = survivors(z, params, outside, row.floor)
         kept = a + stop - start
         total, best, second, winner = 0.0, -np.inf, -np.inf, 0
         for q in range(kept):
             i = q if q < a else start + q - a
-            value, token_id = np.float64(z[i]), keys[m, i] & 0xFFFFFFFF
+            value = np.float64(z[i])
             total += math.exp(value - highest)
-            score = value + gumbel(token_id, positions[b], completions[b], seeds[b]) if kept > 1 else value
+            score = value + gumbel(keys[m, i] & 0xFFFFFFFF, params) if kept > 1 else value
             if score > best:
                 best, second, winner = score, best, q
             elif score > second:
                 second = score
         if kept > 1 and best - second < near(best):
-            status[m] = UNCERTAIN
-        counts[m] = kept
+            row.status = UNCERTAIN
+        row.count = kept
         log_total = math.log(total) if kept > 0 else 0.0
         for q in range(kept):
             i = q if q < a else start + q - a
             token_id = keys[m, i] & 0xFFFFFFFF
-            logprob = np.float32(np.float64(z[i]) - highest - log_total)
+            logprob = np.float32(max(np.float64(z[i]) - highest - log_total, LOWEST))
             if q == winner:
-                token_ids[m], ranks[m], drawn[m, 0], drawn[m, 1] = token_id, q + 1, z[i], logprob
+                row.token_id, row.rank, row.token_s, row.token_logprob = token_id, q + 1, z[i], logprob
             if q < top_ids.shape[1]:
-                top_ids[m, q], top_z[m, q], top_logprobs[m, q] = token_id, z[i], logprob
+                top_ids[m, q], top_s[m, q], top_logprobs[m, q] = token_id, z[i], logprob
             keys[m, q] = (token_id << 32) | (np.int64(np.float32(logprob).view(np.int32)) & 0xFFFFFFFF)
-        keys[m, kept:width] = PADDING
+        keys[m, kept:] = PADDING
 
 
 @jit
 def settle(
     z: NDArray[np.float32],  # [M, C], exact logits before temperature
     ids: NDArray[np.int32],  # [M, C]
-    counts: NDArray[np.int64],  # [M]
-    items: NDArray[np.int64],  # [M]
-    temperature: NDArray[np.float32],  # [B]
-    positions: NDArray[np.int64],  # [B]
-    completions: NDArray[np.int64],  # [B]
-    seeds: NDArray[np.int64],  # [B]
-    status: NDArray[np.int64],  # [M], in and out
-    token_ids: NDArray[np.int64],  # [M], out
-    drawn: NDArray[np.float32],  # [M], out, the token's exact logit before temperature
-    first: int,
-    end: int,
+    records: Records,  # [M]
+    found: Records,  # [M] of `search.FOUND`, in: count; in and out: status; out: token_id, token_s
 ) -> None:
     """Draw among the contenders of each whole row whose status is OK."""
-    for m in range(first, end):
-        if status[m] != OK:
+    for m in range(found.size):
+        params, row = records[m], found[m]
+        if row.status != OK:
             continue
-        b = items[m]
         best, second = -np.inf, -np.inf
-        for i in range(counts[m]):
-            scaled = z[m, i] / temperature[b]
+        for i in range(row.count):
+            scaled = z[m, i] / np.float32(params.temperature)
             if not scaled < np.inf:
-                status[m] = NOT_FINITE
+                row.status = NOT_FINITE
                 break
-            score = np.float64(scaled) + gumbel(ids[m, i], positions[b], completions[b], seeds[b])
+            score = np.float64(scaled) + gumbel(ids[m, i], params)
             if score > best:
                 best, second = score, best
-                token_ids[m], drawn[m] = ids[m, i], z[m, i]
+                row.token_id, row.token_s = ids[m, i], scaled
             elif score > second:
                 second = score
-        if status[m] == OK and best - second < near(best):
-            status[m] = UNCERTAIN
+        if row.status == OK and best - second < near(best):
+            row.status = UNCERTAIN
 
 
 @jit

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Group", "Ints"]
+from keepmask.sampling.row_records import Ints, Records
 
-Ints = NDArray[np.int64]
+__all__ = ["Group"]
 
 SECOND_ORDER = 1.03
 MARGINS = {
@@ -29,44 +29,44 @@ class Group(NamedTuple):
 
     items: Ints
     """[M], their rows in the batch."""
+    records: Records
+    """[M] of `RECORD`; source is the row in `logits`."""
     logits: Tensor
     """[R, V], before temperature: float32, or rounded to bfloat16 or float16."""
     x: NDArray[Any]
     """[R, V], `logits` as the kernels read them: float32, or the bits of bfloat16."""
-    x_rows: Ints
-    """[M], their rows in `logits`."""
-    rho: float
-    alpha: float
+    margin: tuple[float, float]
+    """Of `MARGINS`."""
     bans: bool
     """Some logits may be -inf because their ids are banned."""
 
     @classmethod
-    def of(cls, items: Ints, logits: Tensor, x_rows: Ints, *, bans: bool = False) -> Group:
-        """The rows x_rows of logits, which are rows `items` of the batch."""
-        rho, alpha = MARGINS[logits.dtype]
+    def of(cls, items: Ints, records: Records, logits: Tensor, *, bans: bool = False) -> Group:
+        """Rows `items` of the batch, which read the rows of logits that their records name."""
         if logits.dtype == torch.bfloat16:
             x = logits.contiguous().view(torch.int16).numpy().view(np.uint16)
         else:
             x = logits.float().contiguous().numpy()
-        return cls(items, logits, x, x_rows, rho, alpha, bans)
+        return cls(items, records, logits, x, MARGINS[logits.dtype], bans)
 
     @property
     def exact(self) -> bool:
         """Whether the logits are the exact ones."""
-        return self.rho == 0
+        return self.margin[0] == 0
 
     def take(self, which: NDArray[np.bool_]) -> Group:
         """Some of the rows. which: [M]."""
-        return self if which.all() else self._replace(items=self.items[which], x_rows=self.x_rows[which])
+        return self if which.all() else self._replace(items=self.items[which], records=self.records[which])
 
     def one(self, m: int) -> Group:
         """One of the rows."""
-        return self._replace(items=self.items[m : m + 1], x_rows=self.x_rows[m : m + 1])
+        return self._replace(items=self.items[m : m + 1], records=self.records[m : m + 1])
 
     def rows(self) -> Tensor:
         """[M, V], a copy of the rows as they are."""
-        return self.logits[torch.from_numpy(self.x_rows)]
+        return self.logits[torch.from_numpy(self.records["source"].copy())]
 
     def stored(self, token_ids: Ints) -> NDArray[np.float32]:
         """[M], the logit of one id in each row, as it is."""
-        return self.logits[torch.from_numpy(self.x_rows), torch.from_numpy(token_ids)].float().numpy()
+        at = torch.from_numpy(self.records["source"].copy()), torch.from_numpy(token_ids)
+        return self.logits[at].float().numpy()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.compiled.jit import jit
 
-__all__ = ["first_words", "gumbel", "gumbels", "round_keys"]
+__all__ = ["first_words", "gumbel", "round_keys"]
 
 ROUNDS = 10
 M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -24,10 +25,10 @@ def uniform_of_words(x0: np.uint64, x1: np.uint64) -> float:
 
 
 @jit
-def gumbel(token_id: int, position: int, completion: int, seed: int) -> float:
-    """`noise.gumbel` of one token id."""
-    c0, c1, c2, c3 = np.uint64(token_id), np.uint64(position), np.uint64(completion), np.uint64(0)
-    k0, k1 = np.uint64(seed) & WORD, np.uint64(seed) >> HALF
+def gumbel(token_id: int, params: Any) -> float:
+    """`noise.gumbel` of one token id. params: a record of `RECORD`."""
+    c0, c1, c2, c3 = np.uint64(token_id), np.uint64(params.position), np.uint64(params.completion), np.uint64(0)
+    k0, k1 = np.uint64(params.seed) & WORD, np.uint64(params.seed) >> HALF
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1
         c0, c1, c2, c3 = (p1 >> HALF) ^ c1 ^ k0, p1 & WORD, (p0 >> HALF) ^ c3 ^ k1, p0 & WORD
@@ -36,29 +37,15 @@ def gumbel(token_id: int, position: int, completion: int, seed: int) -> float:
 
 
 @jit
-def gumbels(
-    token_ids: NDArray[np.int64],  # [N]
-    position: int,
-    completion: int,
-    seed: int,
-    noise: NDArray[np.float64],  # [N], out
-) -> None:
-    """`noise.gumbel` of each id."""
-    for i in range(token_ids.size):
-        noise[i] = gumbel(token_ids[i], position, completion, seed)
-
-
-@jit
 def first_words(
     first_id: int,
-    position: int,
-    completion: int,
+    params: Any,
     keys: NDArray[np.uint32],  # [10, 2], the key words of each round
     x0: NDArray[np.uint32],  # [N], out
 ) -> None:
     """The output word x0 for N consecutive ids."""
     # Words in 64 bits whose upper half is visibly zero multiply in one instruction.
-    position_word, completion_word = np.uint64(position) & WORD, np.uint64(completion) & WORD
+    position_word, completion_word = np.uint64(params.position) & WORD, np.uint64(params.completion) & WORD
     for i in range(x0.size):
         c0, c1, c2, c3 = np.uint64(np.uint32(first_id + i)), position_word, completion_word, np.uint64(0)
         for r in range(ROUNDS):

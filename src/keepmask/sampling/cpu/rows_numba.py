@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 from keepmask.compiled.jit import jit
 from keepmask.compiled.team_rows import on_team
 
-__all__ = ["BLOCK", "EMPTY", "NOT_FINITE", "OK", "TOO_MANY", "all_legal", "run_all_legal", "scan"]
-
-OK, NOT_FINITE, EMPTY, TOO_MANY = 0, 1, 2, 3
-"""Status of a row: fine; holds NaN or +inf; holds nothing above -inf; has more candidates than there is room for."""
+__all__ = ["BLOCK", "all_legal", "run_all_legal", "scan"]
 
 BLOCK = 64
 INFINITY_KEY = np.int32(0x7F800000)
@@ -89,17 +86,19 @@ def widen(half: NDArray[np.uint16], row: NDArray[np.float32]) -> None:
 
 
 @jit
-def least_exact(rounded: float, rho: float, alpha: float) -> float:
-    """The lowest exact logit this rounded one may stand for."""
+def least_exact(rounded: float, margin: tuple[float, float]) -> float:
+    """The lowest exact logit this rounded one may stand for. margin: (rho, alpha)."""
+    rho, alpha = margin
     return rounded - rho * abs(rounded) - alpha if rounded > -np.inf else rounded
 
 
 @jit
-def reaching(exact: float, scale: float, temperature: float, rho: float, alpha: float) -> np.float32:
+def reaching(exact: float, scale: float, temperature: float, margin: tuple[float, float]) -> np.float32:
     """A bound below which no rounded logit stands for one that equals or passes `exact`, both over the temperature.
 
     scale: the largest magnitude in the sum that gave `exact`, whose rounding the bound allows for.
     """
+    rho, alpha = margin
     if exact == -np.inf:
         return np.float32(exact)
     low = exact - alpha
@@ -110,9 +109,9 @@ def reaching(exact: float, scale: float, temperature: float, rho: float, alpha: 
 
 
 @jit
-def lowered(rounded: float, temperature: float, rho: float, alpha: float) -> np.float32:
+def lowered(rounded: float, temperature: float, margin: tuple[float, float]) -> np.float32:
     """A bound below which no rounded logit stands for one that reaches what the logit `rounded` stands for."""
-    return reaching(least_exact(rounded, rho, alpha), abs(rounded), temperature, rho, alpha)
+    return reaching(least_exact(rounded, margin), abs(rounded), temperature, margin)
 
 
 @jit

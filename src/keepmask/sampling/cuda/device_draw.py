@@ -21,28 +21,22 @@ from torch import Tensor
 
 from keepmask.errors import ConfigError
 from keepmask.head.sampled_logits import Head
-from keepmask.sampling.batch_params import RowsCache
-from keepmask.sampling.cpu.host_params import HostParams
 from keepmask.sampling.cuda import candidates, compaction, draw_table
 from keepmask.sampling.cuda.compaction import Cut, Supports
 from keepmask.sampling.cuda.device_entries import DeviceEntries, entries_of_supports, entries_over_all
 from keepmask.sampling.cuda.device_mask import DeviceDrawn, DeviceSupports
 from keepmask.sampling.cuda.draw_columns import draw_columns
 from keepmask.sampling.cuda.draw_table import Candidates, Draws, DrawTable, Impl
-from keepmask.sampling.definition import draw_sorted, not_finite_error, put_reference
+from keepmask.sampling.definition import draw_by_definition, not_finite_error
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.pending_mask import MAX_COMPACT_IDS
 from keepmask.sampling.processors import changes_logits, process
 from keepmask.sampling.row import SamplingRow
+from keepmask.sampling.row_records import MAX_CANDIDATES, Ints, Records, RowRecords
 from keepmask.sampling.spec import SamplerSpec
 from keepmask.sampling.transfer import HostCopies, to_device
 
 __all__ = ["DeviceDraw"]
-
-Ints = NDArray[np.int64]
-
-MAX_CANDIDATES = 4096
-"""Rows with more are drawn from with all of V as their candidates."""
 
 
 class DeviceDraw:
@@ -54,7 +48,7 @@ class DeviceDraw:
     def __init__(self, spec: SamplerSpec, *, impl: Impl = "triton") -> None:
         self._spec = spec
         self._impl: Impl = impl
-        self._host = RowsCache(lambda rows, _: HostParams.of(rows, spec))
+        self._records = RowRecords(spec)
         self._copies: dict[torch.device, HostCopies] = {}
 
     def __call__(self, head: Head, rows: Sequence[SamplingRow]) -> Drawn:
@@ -63,9 +57,10 @@ class DeviceDraw:
         if device not in self._copies:
             self._check(device)
             self._copies[device] = HostCopies(device)
-        host = self._host.get(rows, device)
+        records = self._records.of(rows)
+        changed = [b for b in self._records.changing if changes_logits(rows[b], self._spec)]
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return _Step(head, rows, self._spec, host, self._copies[device], self._impl).run()
+            return _Step(head, rows, self._spec, records, self._copies[device], self._impl).run(changed)
 
     def _check(self, device: torch.device) -> None:
         if self._impl == "triton" and device.type == "cpu":
@@ -109,19 +104,19 @@ class _Step:
         head: Head,
         rows: Sequence[SamplingRow],
         spec: SamplerSpec,
-        host: HostParams,
+        records: Records,
         copies: HostCopies,
         impl: Impl,
     ) -> None:
-        self.head, self.rows, self.spec, self.host, self.copies, self.impl = head, rows, spec, host, copies, impl
+        self.head, self.rows, self.spec, self.records, self.copies, self.impl = head, rows, spec, records, copies, impl
         self.device = head.logits.device
         self.processed = spec.logprobs_mode.startswith("processed")
         self.raw = self.exact_logits()
-        self.drawn = DeviceDrawn.of(rows, copies)
+        self.drawn = DeviceDrawn.of(rows, copies, spec.vocab_size)
 
-    def run(self) -> Drawn:
+    def run(self, changed_rows: list[int]) -> Drawn:
         """Queue the whole step, wait for the draws, and decide what the device could not."""
-        queued = [self.queue(group) for group in self.groups()]
+        queued = [self.queue(group) for group in self.groups(changed_rows)]
         pieces = [(q.tensors, [entries.tensors for entries in q.entries]) for q in queued]
         transfer = self.copies.start([t for own, entries in pieces for t in (*own, *(t for e in entries for t in e))])
         arrays = iter(transfer.wait())
@@ -139,10 +134,10 @@ class _Step:
             logits = self.head.float32(self.index(np.arange(len(self.rows))))
         return logits if logits.stride(1) == 1 else logits.contiguous()
 
-    def groups(self) -> list[Group]:
+    def groups(self, changed_rows: list[int]) -> list[Group]:
         """The batch by the tensor its processed logits are in."""
         everything = np.arange(len(self.rows))
-        changed = np.asarray([b for b in self.host.changing if changes_logits(self.rows[b], self.spec)], np.int64)
+        changed = np.asarray(changed_rows, np.int64)
         untouched = np.setdiff1d(everything, changed)
         groups = [Group(untouched, self.raw, untouched, None)]
         if changed.size:
@@ -163,7 +158,7 @@ class _Step:
     def queue(self, group: Group) -> Queued:
         """Draw for the rows of a group."""
         V, impl = self.spec.vocab_size, self.impl
-        columns = draw_columns(self.host, self.rows, self.spec, group.items, group.source)
+        columns = draw_columns(self.records, self.spec, group.items, group.source)
         table = DrawTable(to_device(DrawTable.pack(columns), self.device))
         found = candidates.select(group.logits, table, capacity=MAX_CANDIDATES, impl=impl)
         if group.legal is not None:
@@ -221,7 +216,7 @@ class _Step:
         known = np.isin(status, (draw_table.OK, draw_table.OUTSIDE))
         drawn.token_ids[items[known]], drawn.counts[items[known]] = token_ids[known], counts[known]
         drawn.on_device[items[status == draw_table.OK]] = True
-        drawn.supports.append(q.supports)
+        drawn.parts.append(q.supports)
         unknown = [items[np.isin(status, (draw_table.UNCERTAIN, draw_table.TOO_MANY))]]
         for entries, arrays in zip(q.entries, of_entries, strict=True):
             entries.put(drawn.entries, drawn.token_ids, arrays, self.spec.logprobs_mode)
@@ -236,8 +231,6 @@ class _Step:
         if not self.processed:
             tensors.append(self.raw.index_select(0, self.index(items)))
         z, *raw = (torch.from_numpy(array) for array in self.copies.start(tensors).wait())
-        rows = [self.rows[b] for b in items]
-        order = draw_sorted(z, rows, self.host.params.take(torch.from_numpy(items)))
         for i, b in enumerate(items.tolist()):
             self.drawn.on_device[b] = False
-            put_reference(self.drawn, b, order, i, raw[0][i] if raw else None, rows[i], self.spec)
+            draw_by_definition(self.drawn, b, z[i], raw[0][i] if raw else None, self.rows[b], self.spec)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from keepmask.sampling.cuda.compaction import Cut, Supports, wide_logprobs
 from keepmask.sampling.cuda.draw_table import DrawTable
-from keepmask.sampling.drawn import Drawn
-from keepmask.sampling.pending_mask import MAX_COMPACT_IDS, HostRows, PendingMask
+from keepmask.sampling.drawn import Drawn, PendingMask
+from keepmask.sampling.pending_mask import MAX_COMPACT_IDS, DeviceMask, HostRows
 from keepmask.sampling.row import SamplingRow
 from keepmask.sampling.transfer import HostCopies, to_device
 
@@ -47,36 +47,30 @@ class DeviceDrawn(Drawn):
     copies: HostCopies | None = None
     on_device: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[B]."""
-    supports: list[DeviceSupports] = field(default_factory=list)
+    parts: list[DeviceSupports] = field(default_factory=list)
+    vocab_size: int = 0
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingRow], copies: HostCopies) -> DeviceDrawn:
+    def of(cls, rows: Sequence[SamplingRow], copies: HostCopies, vocab_size: int) -> DeviceDrawn:
         """Nothing drawn yet."""
         drawn = cls.empty(rows)
-        drawn.copies, drawn.on_device = copies, np.zeros(len(rows), np.bool_)
+        drawn.copies, drawn.on_device, drawn.vocab_size = copies, np.zeros(len(rows), np.bool_), vocab_size
         return drawn
 
-    def inside(self) -> NDArray[np.bool_]:
-        """[B], whether a token was drawn, and is in its support."""
-        return Drawn.inside(self) | self.on_device
-
-    def pending_mask(self, captured: list[int], rows: Sequence[SamplingRow], vocab_size: int) -> PendingMask:
-        """The supports of the `captured` rows of the batch, as ids or, above the cap, as bits; no other rows, and of
-        ids no more columns than the widest of them has."""
-        wanted = np.zeros(len(rows), np.bool_)
-        wanted[captured] = True
-        loads = [load for part in self.supports for load in self._loads(part, wanted, vocab_size)]
-        others = self.host_rows([b for b in captured if not self.on_device[b]], rows, vocab_size)
+    def pending_mask(self, rows: Sequence[SamplingRow]) -> PendingMask:
+        """The supports of the rows that return them, as ids or, above the cap, as bits; no other rows, and of ids no
+        more columns than the widest of them has."""
+        others = self.supports(rows)
+        loads = [load for part in self.parts for load in self._loads(part, others.captured, self.vocab_size)]
         if not loads:
-            return PendingMask(others)
+            return others
         assert self.copies is not None
         transfer = self.copies.start([tensor for load in loads for tensor in load.tensors])
         parts, arrays = [], transfer.arrays
         for load in loads:
             own, arrays = arrays[: len(load.tensors)], arrays[len(load.tensors) :]
             parts.append(load.host_rows(own))
-        # The part that is on the host already is copied along with the others; it is small or empty.
-        return PendingMask(*parts, others, ready=transfer.ready, release=transfer.release)
+        return DeviceMask(*parts, others=others, ready=transfer.ready, release=transfer.release)  # type: ignore[return-value]
 
     def _loads(self, part: DeviceSupports, wanted: NDArray[np.bool_], vocab_size: int) -> list[_Load]:
         here = wanted[part.items] & self.on_device[part.items]

@@ -11,6 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from keepmask.sampling.row_records import (
+    BAND,
+    EMPTY,
+    HF,
+    NEAR,
+    NOT_FINITE,
+    OK,
+    OUTSIDE,
+    RELATIVELY_NEAR,
+    SGLANG,
+    TOO_MANY,
+    UNCERTAIN,
+    VLLM,
+)
+
 __all__ = [
     "BAND",
     "COLUMNS",
@@ -38,19 +53,8 @@ __all__ = [
 Impl = Literal["auto", "torch", "triton"]
 """Which form of a kernel: its definition in PyTorch, its Triton form, or the latter where it can run."""
 
-OK, NOT_FINITE, EMPTY, TOO_MANY, UNCERTAIN, OUTSIDE = range(6)
-"""Status of a row: drawn; holds NaN or +inf; holds nothing above -inf; has more candidates than there is room for, or
-too few of them; a decision hangs on the last bits of a sum or a logarithm; the drawn id is not in the support."""
-
-VLLM, SGLANG, HF = range(3)
-
-BAND = 1e-9
-"""Sums of weights closer than this, relative to the whole, may compare either way. Adding 2**18 weights in any order is
-off by 3e-11 at most."""
 REACHED = 1 + BAND
 """Candidates weigh this much more than a mass cut asks for, so that it lies among them however sums round."""
-NEAR, RELATIVELY_NEAR = 1e-9, 1e-12
-"""Scores closer than this, and than this share of the best, may order either way, by the last bits of logarithms."""
 
 INT_COLUMNS = (
     "source",  # row of the logits
