@@ -61,9 +61,9 @@ class _Piece(NamedTuple):
     """Supports of M rows of a batch, one after the other."""
 
     rows: NDArray[np.int64]
-    """[M]."""
+    """[M], ascending."""
     counts: NDArray[np.int64]
-    """[M]."""
+    """[M], none of them 0."""
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
@@ -97,7 +97,7 @@ class Drawn:
         ids: NDArray[np.int32],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Set the supports of `rows` [M], of counts [M] ids each, ascending, with their log-probs: [N] in a row."""
+        """Set the supports of `rows` [M], which ascend, of counts [M] ids each, with their log-probs: [N] in a row."""
         self.pieces.append(_Piece(rows, counts, ids, logprobs))
 
     def put_support(self, b: int, ids: NDArray[Any], logprobs: NDArray[Any], vocab_size: int) -> None:
@@ -122,17 +122,21 @@ class Drawn:
     def supports(self, rows: Sequence[SamplingRow]) -> Supports:
         """The supports of the rows of the batch that return them and have no error."""
         captured = np.fromiter((row.returns_mask for row in rows), np.bool_, len(rows))
-        captured[list(self.errors)] = False
+        if self.errors:
+            captured[list(self.errors)] = False
         with_logprobs = np.fromiter((row.returns_mask_logprobs for row in rows), np.bool_, len(rows))
-        counts, starts, end = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64), 0
+        offsets = np.zeros(len(rows) + 1, np.int64)
         for piece in self.pieces:
-            counts[piece.rows] = np.where(captured[piece.rows], piece.counts, 0)
-            starts[piece.rows] = end + np.cumsum(piece.counts) - piece.counts
-            end += piece.ids.size
-        offsets = np.concatenate([[0], np.cumsum(counts)])
+            offsets[1 + piece.rows] = piece.counts * captured[piece.rows]
+        counts = offsets[1:].copy()
+        np.cumsum(counts, out=offsets[1:])
         ids = _joined([piece.ids for piece in self.pieces], np.int32)
         logprobs = _joined([piece.logprobs for piece in self.pieces], np.float32)
-        if not (offsets[-1] == end and np.array_equal(starts[counts > 0], offsets[:-1][counts > 0])):
+        if len(self.pieces) > 1 or offsets[-1] != ids.size:
+            starts, end = np.zeros(len(rows), np.int64), 0
+            for piece in self.pieces:
+                starts[piece.rows] = end + np.cumsum(piece.counts) - piece.counts
+                end += piece.ids.size
             order = np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
             ids, logprobs = ids[order], logprobs[order]
         return Supports(ids, offsets, logprobs, captured, with_logprobs)

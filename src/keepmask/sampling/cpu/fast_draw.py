@@ -84,7 +84,7 @@ class _CpuStep:
         if banned:
             finite = self.search.all_finite(logits[torch.tensor(banned)])
             self.overflowed = [b for b, ok in zip(banned, finite, strict=True) if not ok]
-            edited, banned = edited + self.overflowed, sorted(set(banned) - set(self.overflowed))
+            edited, banned = sorted(edited + self.overflowed), sorted(set(banned) - set(self.overflowed))
         untouched = np.setdiff1d(everything, changed)
         groups = [Group.of(untouched, self.records[untouched], logits)] if untouched.size else []
         if edited:
@@ -113,7 +113,8 @@ class _CpuStep:
     def draw_truncated(self, group: Group) -> None:
         """Draw for rows that a filter cuts, or that are greedy."""
         found = self.search.candidates(group)
-        self.decide(group, found)
+        if self.decide(group, found):
+            return
         status = found.rows["status"]
         short = (status == TOO_MANY) | (status == INSUFFICIENT)
         if short.any():
@@ -123,27 +124,31 @@ class _CpuStep:
         if (bad := status == NOT_FINITE).any():
             self.take_not_finite(group.take(bad), self.draw_truncated)
 
-    def decide(self, group: Group, found: Found) -> None:
-        """Filter, draw and record; sets the status of rows that it cannot decide."""
+    def decide(self, group: Group, found: Found) -> bool:
+        """Filter, draw and record; sets the status of rows that it cannot decide. Whether it decided all."""
         M, asked = group.items.size, group.records["num_logprobs"]
         keys = self.search.sorted_keys(found, group.records)
         T = max(0, int(asked.max())) if self.processed else 0
         top_ids, top_s, top_logprobs = np.zeros((M, T), np.int32), *np.zeros((2, M, T), np.float32)
         self.search.decide(found, group.records, keys, top_ids, top_s, top_logprobs)
-        done = found.rows["status"] == OK
-        self.put_decided(group.take(done), found.rows[done], keys if done.all() else keys[done])
+        rows = found.rows
+        done = rows["status"] == OK
+        if all_done := bool(done.all()):
+            self.put_decided(group, rows, keys)
+        else:
+            self.put_decided(group.take(done), rows[done], keys[done])
         if self.processed:
-            rows = found.rows
             own = (rows["token_s"], rows["token_logprob"], rows["rank"])
             num_top = np.minimum(asked, rows["count"])
             self.put_entries(group.items, Entries(*own, top_ids, top_s, top_logprobs, num_top), done)
+        return all_done
 
     def put_decided(self, group: Group, rows: Records, keys: NDArray[np.int64]) -> None:
         """Record decided rows, and the supports of those that return them. keys: [M, width], of `draw_numba.decide`."""
-        counts = rows["count"]
+        counts = rows["count"] % self.search.V  # 0 for the whole vocabulary
         self.drawn.token_ids[group.items] = rows["token_id"]
-        self.drawn.counts[group.items] = np.where(counts == self.search.V, 0, counts)
-        returned = (group.records["returns_mask"] != 0) & (counts < self.search.V) & (counts > 0)
+        self.drawn.counts[group.items] = counts
+        returned = (group.records["returns_mask"] != 0) & (counts > 0)
         if not returned.any():
             return
         if not returned.all():

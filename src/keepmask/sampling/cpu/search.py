@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class Scratch:
 
     def array(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
         """An array of this shape with any contents; it replaces the last one of this name."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         known = self._known.get(name)
         if known is None or known.size < size:
             known = self._known[name] = np.empty(size, dtype)
