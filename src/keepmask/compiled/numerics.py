@@ -11,8 +11,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import types
-from numba.core.cgutils import ir
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor

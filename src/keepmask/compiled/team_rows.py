@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.cgutils import ir
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor

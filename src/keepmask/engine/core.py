@@ -19,7 +19,7 @@ from keepmask.engine.loading import eos_token_ids, load_tokenizer, unmapped_toke
 from keepmask.engine.model_runner import ModelRunner
 from keepmask.engine.output_builder import OutputBuilder
 from keepmask.engine.request import Completion, Request, State, SupportRows
-from keepmask.engine.scheduler import Scheduler
+from keepmask.engine.scheduler import ScheduledChunk, Scheduler
 from keepmask.engine.weights import WeightStage, checksums, randomize
 from keepmask.errors import RequestError
 from keepmask.forward.forward_batch import ForwardBatch
@@ -288,7 +288,7 @@ class Engine:
             completion.finish("length")
         return completion.state is State.FINISHED
 
-    def _score_prompts(self, batch: ForwardBatch, hidden: Tensor) -> None:
+    def _score_prompts(self, batch: ForwardBatch[ScheduledChunk], hidden: Tensor) -> None:
         """Prompt log-probs of the chunks whose requests asked for them; None where the logits hold NaN or +inf."""
         begin = 0
         for chunk in batch.chunks:

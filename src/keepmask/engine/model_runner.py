@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from keepmask.config import EngineConfig
 from keepmask.engine.loading import device_of, dtype_of, load_model
-from keepmask.engine.probe import ModelProbe
-from keepmask.engine.scheduler import BlockCopy, ScheduledChunk
+from keepmask.engine.probe import ModelProbe, ProbeChunk
+from keepmask.engine.scheduler import BlockCopy
 from keepmask.errors import ConfigError
 from keepmask.forward.attention import AttentionContext, KVCache
 from keepmask.forward.decoder import Decoder
-from keepmask.forward.forward_batch import ForwardBatch
+from keepmask.forward.forward_batch import ChunkT, ForwardBatch
 from keepmask.forward.linear import Linear, linear_layer
 from keepmask.head.pairs import numba_can_read, pair_logits
 
@@ -136,10 +136,10 @@ class ModelRunner:
         )
         self.num_blocks = num_blocks
         self.kv_cache_bytes = num_blocks * block_bytes
-        probe.check(self)
+        probe.check(self._logits_of, self.cache, self.max_model_len)
         _give_back_memory()
 
-    def lay_out(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+    def lay_out(self, chunks: Sequence[ChunkT]) -> ForwardBatch[ChunkT]:
         """The batch of one forward over these chunks."""
         cache = self.cache
         return ForwardBatch.build(
@@ -147,7 +147,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, copies: list[BlockCopy]) -> Tensor:
+    def forward(self, batch: ForwardBatch[Any], copies: list[BlockCopy]) -> Tensor:
         """[T, E] hidden states of the batch's tokens; their keys and values are in the cache afterwards."""
         if copies:
             pairs = torch.tensor([[copy.source, copy.target] for copy in copies], device=self.device)
@@ -165,6 +165,12 @@ class ModelRunner:
     def head(self, hidden: Tensor) -> LMHead:
         """The LM head over hidden states [B, E]."""
         return LMHead(hidden, self.linear_head, self._transform)
+
+    @torch.inference_mode()
+    def _logits_of(self, chunk: ProbeChunk) -> Tensor:
+        """[T, V] float32 logits of a chunk that is alone in its batch."""
+        hidden = self.forward(self.lay_out([chunk]), [])
+        return self.head(hidden).float32(torch.arange(chunk.num_tokens, device=self.device))
 
     def restore_weights(self) -> None:
         """Give every parameter of the model its values, also where they are kept for the CPU's kernels only."""

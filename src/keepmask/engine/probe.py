@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepmask.engine.request import Completion, Request
-from keepmask.engine.scheduler import ScheduledChunk
 from keepmask.errors import ConfigError
 from keepmask.forward import attention
-from keepmask.params import SamplingParams
-from keepmask.sampling import SamplerSpec, SamplingRow
+from keepmask.forward.attention import KVCache
 
-if TYPE_CHECKING:
-    from keepmask.engine.model_runner import ModelRunner
-
-__all__ = ["ModelProbe"]
+__all__ = ["ModelProbe", "ProbeChunk"]
 
 _CHUNKS = (6, 1, 5, 1, 3)  # a prompt in chunks and single tokens, as it and a decode would come
 
@@ -28,6 +22,27 @@ _TOLERANCE = {torch.float32: 0.01}
 """Largest difference of logits that is still rounding, in standard deviations of a position's logits."""
 
 _TOLERANCE_HALF = 0.5  # half-precision types; an architecture that is not understood is off by several
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The probe's tokens, in the first blocks of the cache."""
+
+    token_ids: list[int]
+    blocks: list[int]
+    num_computed: int = 0
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        return self.token_ids[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeChunk:
+    """A `forward_batch.Chunk` of a probe: logits of all its tokens are wanted."""
+
+    completion: _Sequence
+    num_tokens: int
+    draws: bool = False
 
 
 class ModelProbe:
@@ -46,18 +61,21 @@ class ModelProbe:
         with self._failures():
             self._own = _own_logits(model, self._token_ids)
 
-    def check(self, runner: ModelRunner) -> None:
-        """Compute the tokens through the paged cache, and compare the logits."""
-        token_ids = self._token_ids[: runner.max_model_len]
+    def check(self, logits: Callable[[ProbeChunk], Tensor], cache: KVCache, max_model_len: int) -> None:
+        """Compute the tokens through the paged cache, and compare the logits.
+
+        logits: [T, V] float32 of a chunk's T tokens, whose keys and values it puts into the cache.
+        """
+        token_ids = self._token_ids[:max_model_len]
         with self._failures():
-            ours = _paged_logits(runner, token_ids)
+            ours = _paged_logits(logits, token_ids, cache.block_size)
         own = self._own[: len(token_ids)]
         # The cache starts out as zeros.
-        if unused := [at for at, layer in enumerate(runner.cache.layers) if not layer.keys[0].any()]:
+        if unused := [at for at, layer in enumerate(cache.layers) if not layer.keys[0].any()]:
             raise ConfigError(f"{self._what}: layers {unused} do not go through transformers' attention interface")
         # The median over positions: in a mixture of experts, rounding may send a single token another way.
         off = float(((ours - own).abs().amax(-1) / own.std(-1)).median())
-        if not off <= _TOLERANCE.get(runner.dtype, _TOLERANCE_HALF):
+        if not off <= _TOLERANCE.get(cache.layers[0].keys.dtype, _TOLERANCE_HALF):
             raise ConfigError(f"{self._what}: on a paged cache its logits are off by {off:.2g} standard deviations")
 
     @contextmanager
@@ -71,25 +89,15 @@ class ModelProbe:
             raise ConfigError(f"{self._what}: it does not run on a paged cache: {reason}") from error
 
 
-@torch.inference_mode()
-def _paged_logits(runner: ModelRunner, token_ids: list[int]) -> Tensor:
+def _paged_logits(logits: Callable[[ProbeChunk], Tensor], token_ids: list[int], block_size: int) -> Tensor:
     """[T, V] float32 logits as the engine computes them, in several steps."""
-    params = SamplingParams()
-    row = SamplingRow(
-        params, SamplerSpec(vocab_size=runner.vocab_size), prompt_token_ids=token_ids, seed=0, completion_index=0
-    )
-    request = Request(request_id="", prompt_token_ids=token_ids, params=params, seed=0)
-    block_size = runner.cache.block_size
-    completion = Completion(request=request, index=0, row=row, blocks=list(range(-(-len(token_ids) // block_size))))
-    logits = []
+    sequence = _Sequence(token_ids, blocks=list(range(-(-len(token_ids) // block_size))))
+    parts = []
     for size in _CHUNKS:
-        if num_tokens := min(size, completion.num_pending):
-            chunks = [ScheduledChunk(completion, num_tokens)]
-            batch = runner.lay_out(chunks)
-            head = runner.head(runner.forward(batch, []))
-            logits.append(head.float32(torch.arange(num_tokens, device=runner.device)))
-            completion.num_computed += num_tokens
-    return torch.cat(logits)
+        if num_tokens := min(size, len(token_ids) - sequence.num_computed):
+            parts.append(logits(ProbeChunk(sequence, num_tokens)))
+            sequence.num_computed += num_tokens
+    return torch.cat(parts)
 
 
 @torch.inference_mode()

@@ -91,7 +91,7 @@ class KVCache:
 class AttentionContext:
     """What attention needs of one forward: the batch, the cache, and which kernels to use."""
 
-    batch: ForwardBatch
+    batch: ForwardBatch[Any]
     cache: KVCache
     impl: AttentionImpl = "auto"
 

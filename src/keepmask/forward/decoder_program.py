@@ -6,7 +6,7 @@ Step by step it computes what the layers of `Decoder` compute one operation at a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from keepmask.compiled.program import Program
 from keepmask.compiled.team import rows_an_item
 from keepmask.forward import layer_ops_cpu, linear_tiles, paged_attention_cpu
 from keepmask.forward.attention import KVCache
+from keepmask.forward.decoder_layer import Layer, Norm
 from keepmask.forward.forward_batch import ForwardBatch
 from keepmask.forward.linear_tiles import TiledLinear, padded
-
-if TYPE_CHECKING:
-    from keepmask.forward.decoder import Layer, Norm
 
 __all__ = ["DecoderProgram"]
 
@@ -47,7 +45,7 @@ class DecoderProgram:
         x = self._x.data_ptr()
         layer_ops_cpu.add_norm(self.program, norm.weight, norm.eps, x=x, out="hidden", stride=width)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch[Any]) -> Tensor:
         """[T, E] hidden states from embedded tokens x [T, E]; cos, sin: [T, D], contiguous."""
         T = x.shape[0]
         self._x[:T] = x

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from keepmask.engine.scheduler import ScheduledChunk
+__all__ = ["Chunk", "ChunkSpan", "ChunkT", "ForwardBatch", "Sequenced"]
 
-__all__ = ["ChunkSpan", "ForwardBatch"]
+
+class Sequenced(Protocol):
+    """A sequence of tokens whose keys and values lie in blocks of the cache."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its blocks, in order of position."""
+
+    @property
+    def num_computed(self) -> int:
+        """How many of its tokens have keys and values in the blocks."""
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Its tokens at positions [start, stop)."""
+
+
+class Chunk(Protocol):
+    """The next `num_tokens` tokens to compute of a sequence."""
+
+    @property
+    def completion(self) -> Sequenced:
+        """The sequence."""
+
+    @property
+    def num_tokens(self) -> int:
+        """At least 1."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the next token is drawn from the logits of the last one."""
+
+
+ChunkT = TypeVar("ChunkT", bound=Chunk)
+"""What a batch is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +60,13 @@ class ChunkSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBatch:
+class ForwardBatch(Generic[ChunkT]):
     """T tokens of S chunks, on the model's device: those first whose tokens attend one by one, then whole long chunks.
 
     Keys and values of token t go to slot `slot_offsets[t]` of block `slot_blocks[t]`.
     """
 
-    chunks: list[ScheduledChunk]
+    chunks: list[ChunkT]
     """The S chunks, in the order of the rows below."""
     input_ids: Tensor
     """[T] int64"""
@@ -59,14 +93,14 @@ class ForwardBatch:
 
     @classmethod
     def build(
-        cls, chunks: Sequence[ScheduledChunk], *, block_size: int, device: torch.device, paged_context: int = 0
-    ) -> ForwardBatch:
+        cls, chunks: Sequence[ChunkT], *, block_size: int, device: torch.device, paged_context: int = 0
+    ) -> ForwardBatch[ChunkT]:
         """Lay the chunks out.
 
         paged_context: longest context of a chunk of several tokens that attend one by one, as single ones always do.
         """
 
-        def is_span(chunk: ScheduledChunk) -> bool:
+        def is_span(chunk: ChunkT) -> bool:
             return chunk.num_tokens > 1 and chunk.completion.num_computed + chunk.num_tokens > paged_context
 
         ordered = sorted(chunks, key=is_span)
