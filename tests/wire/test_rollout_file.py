@@ -111,7 +111,7 @@ def test_another_run_is_refused_with_what_differs_and_the_remedy(path, finished)
         if finished:
             writer.finish()
     before = sorted(str(file) for file in path.parent.rglob("*"))
-    with pytest.raises(ConfigError, match=r"another run; model differ .*'tiny' there, 'big' here.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"another run: model is 'tiny' there, 'big' here; .*--overwrite"):
         RolloutWriter(path, {**METADATA, "model": "big"})
     assert sorted(str(file) for file in path.parent.rglob("*")) == before
 

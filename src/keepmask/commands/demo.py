@@ -15,7 +15,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from keepmask.commands.prompt_file import PromptLine
+from keepmask.commands.prompt_row import PromptRow
 from keepmask.commands.rollout import roll_out
 from keepmask.commands.score_rollouts import score_rollouts
 from keepmask.config import EngineConfig
@@ -107,14 +107,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def arithmetic_prompts(num_prompts: int) -> list[PromptLine]:
+def arithmetic_prompts(num_prompts: int) -> list[PromptRow]:
     """Small word-for-word arithmetic questions as chats, the same ones on every machine."""
     words = {"+": "plus", "-": "minus", "*": "times"}
     prompts = []
     for i in range(num_prompts):
         a, b, sign = 2 + 7 * i % 41, 3 + 5 * i % 17, "+-*"[i % 3]
         question = f"What is {a} {words[sign]} {b}? Think step by step, then give the answer."
-        prompts.append(PromptLine(f"{i:04d}", i + 1, "messages", [{"role": "user", "content": question}]))
+        chat = [{"role": "user", "content": question}]
+        prompts.append(PromptRow(number=i + 1, request_id=f"{i:04d}", kind="messages", value=chat))
     return prompts
 
 

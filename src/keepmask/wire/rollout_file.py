@@ -16,16 +16,27 @@ import numpy as np
 from keepmask.errors import ConfigError, MaskError
 from keepmask.outputs import Rollout
 from keepmask.wire.atomic_files import write_atomically
-from keepmask.wire.parquet import RowGroup, keys, merge, read_footer, read_table, row_groups, write_table
+from keepmask.wire.parquet import RowGroup, merge, read_footer, read_table, row_groups, write_table
+from keepmask.wire.peer_arrays import brief
 from keepmask.wire.rollouts import from_table, to_table
 
-__all__ = ["RolloutWriter", "TokenText", "read_rollouts", "write_rollouts"]
+__all__ = ["Found", "RolloutWriter", "TokenText", "read_rollouts", "write_rollouts"]
 
 TokenText = Callable[[Sequence[int]], Sequence[str]]
 """The text of each token id on its own, as a tokenizer decodes it."""
 
 _RUN_FILE = "run.json"
 _PART_BYTES = 2**26  # of masks; longer writes make several parts, which readers hold one at a time
+
+
+_REQUEST_COLUMNS = ["request_id", "completion_index", "seed", "prompt"]
+
+
+class Found(NamedTuple):
+    """What identifies a request that is in the file."""
+
+    seed: int | None
+    prompt: str | None
 
 
 class RolloutWriter:
@@ -67,10 +78,13 @@ class RolloutWriter:
             self._check_same_run(self.path, _run_of_existing(self.path))
         self._lock = self._open_folder(afresh=overwrite)
         try:
-            self._keys = {key for group in self._groups() for key in keys(read_table(group))}
+            tables = (read_table(group).select(_REQUEST_COLUMNS) for group in self._groups())
+            rows = [row for table in tables for row in table.to_pylist()]
         except BaseException:
             self.close()
             raise
+        self._keys = {(row["request_id"], row["completion_index"]) for row in rows}
+        self._found = {row["request_id"]: Found(row["seed"] and int(row["seed"]), row["prompt"]) for row in rows}
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +95,10 @@ class RolloutWriter:
     def completed(self) -> frozenset[str]:
         """Ids of the requests whose rollouts are on the disk."""
         return frozenset(request_id for request_id, _ in self._keys)
+
+    def found(self) -> Mapping[str, Found]:
+        """What the file held of each request when the writer began."""
+        return self._found
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
         """Put finished requests, each with all its completions, on the disk.
@@ -152,10 +170,9 @@ class RolloutWriter:
     def _check_same_run(self, where: Path, run: Mapping[str, Any]) -> None:
         differing = [name for name in sorted({*run, *self._run}) if run.get(name) != self._run.get(name)]
         if differing:
-            there, here = (_brief(values.get(differing[0])) for values in (run, self._run))
+            pairs = (f"{name} is {brief(run.get(name))} there, {brief(self._run.get(name))} here" for name in differing)
             raise ConfigError(
-                f"{where}: holds another run; {', '.join(differing)} differ ({differing[0]} is {there} there, {here} "
-                "here); choose another name, or overwrite it (--overwrite)"
+                f"{where}: holds another run: {'; '.join(pairs)}; choose another name, or overwrite it (--overwrite)"
             )
 
     def _texts_of(self, rollouts: Sequence[Rollout]) -> dict[int, str]:
@@ -284,8 +301,3 @@ def _chunks(rollouts: Iterable[Rollout]) -> Iterator[list[Rollout]]:
 
 def _key(rollout: Rollout) -> tuple[str, int]:
     return rollout.request_id, rollout.completion_index
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
