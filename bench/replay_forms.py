@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keepmask import SamplingMask
-from keepmask.replay.logprobs import logprobs_from_hidden
+from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
 from keepmask.replay.support import Support
 
 CHUNK = 256  # tokens a dense product takes at a time
@@ -132,7 +132,9 @@ def keepmask(problem: Problem, *, fresh: bool = False, impl: str = "auto", cold:
     weight = problem.weight.detach().requires_grad_() if fresh else problem.weight
     problem.hidden.grad = None
     weight_grad = "dense" if fresh else "accumulate"
-    scores = logprobs_from_hidden(problem.hidden, weight, problem.targets, support, weight_grad=weight_grad, impl=impl)
+    scores = logprobs_from_hidden(
+        problem.hidden, weight, problem.targets, support, options=ScoreOptions(weight_grad=weight_grad, impl=impl)
+    )
     (scores.logprobs * problem.advantages).sum().backward()
     return scores.logprobs.detach()
 

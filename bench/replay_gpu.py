@@ -19,7 +19,7 @@ import torch
 import keepmask
 from keepmask.head import pairs_triton
 from keepmask.head.form import HeadForm, PairTransforms
-from keepmask.replay.logprobs import logprobs_from_hidden
+from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
 from keepmask.replay.support import Support
 from replay_forms import supports_like
 
@@ -59,7 +59,12 @@ class Case:
     def step(self, impl: str = "triton", **options: object) -> torch.Tensor:
         self.hidden.grad = None
         scores = logprobs_from_hidden(
-            self.hidden, self.weight, self.targets, self.support, weight_grad="accumulate", impl=impl, **options
+            self.hidden,
+            self.weight,
+            self.targets,
+            self.support,
+            options=ScoreOptions(weight_grad="accumulate", impl=impl),
+            **options,
         )
         (scores.logprobs * self.advantages).sum().backward()
         return scores.logprobs.detach()
@@ -128,7 +133,9 @@ def check(T: int = 512, E: int = 1024, V: int = 4096) -> dict[str, object]:
     got = case.step()
     grads = case.hidden.grad.double(), case.weight.main_grad.double()
     hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))
-    want = logprobs_from_hidden(hidden, weight, case.targets, case.support, impl="gather").logprobs
+    want = logprobs_from_hidden(
+        hidden, weight, case.targets, case.support, options=ScoreOptions(impl="gather")
+    ).logprobs
     (want * case.advantages).sum().backward()
     again = torch.zeros_like(case.weight.main_grad)
     case.weight.main_grad = again

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from replay_cases import definition, head_logits, random_tokens, support_of, targets_of, transforms_of
+from replay_cases import definition, head_logits, random_tokens, score_rows, support_of, targets_of, transforms_of
 
-from keepmask.replay import logprobs_from_hidden, logprobs_from_logits
+from keepmask.replay import logprobs_from_logits
 from keepmask.replay.support import Support
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,7 +45,7 @@ def test_scores_and_gradients_are_those_of_float64(E, dtype):
     want_hidden, want_weight = torch.autograd.grad(problem.loss(want), double)
     hidden, weight = problem.leaves(DEVICE)
     weight.main_grad = torch.zeros(V, E, device=DEVICE)
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, problem.support, transforms=problem.transforms, entropy="grad",
         weight_grad="accumulate", full_log_normalizer=True,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_scores_from_logits_on_the_device_are_the_same():
     problem = Problem(576, torch.float32)
     hidden, weight = problem.leaves(DEVICE)
     options = {"transforms": problem.transforms, "entropy": "value"}
-    got = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, **options)
+    got = score_rows(hidden, weight, problem.targets, problem.support, **options)
     logits = (hidden.double() @ weight.double().T).detach()
     want = logprobs_from_logits(logits, problem.targets, problem.support, **options)
     torch.testing.assert_close(got.logprobs.double(), want.logprobs, rtol=0, atol=2e-5)
@@ -74,7 +74,7 @@ def test_every_run_gives_the_same_bits(entropy):
     problem, results = Problem(1024, torch.bfloat16), []
     for _ in range(3):
         hidden, weight = problem.leaves(DEVICE)
-        got = logprobs_from_hidden(
+        got = score_rows(
             hidden, weight, problem.targets, problem.support, transforms=problem.transforms, entropy=entropy
         )
         got.logprobs.sum().backward()
@@ -92,9 +92,7 @@ def test_a_second_pass_over_a_support_does_not_wait_for_the_device(entropy):
     hidden, weight = problem.leaves(DEVICE)
 
     def run():
-        got = logprobs_from_hidden(
-            hidden, weight, problem.targets, support, transforms=problem.transforms, entropy=entropy
-        )
+        got = score_rows(hidden, weight, problem.targets, support, transforms=problem.transforms, entropy=entropy)
         (got.logprobs.sum() + (got.entropy.sum() if entropy == "grad" else 0)).backward()
 
     run()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from keepmask.replay.history import LogitBias, TokenHistory
+from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
+from keepmask.replay.policy_head import Head
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import TokenTransforms
 
@@ -109,12 +111,22 @@ def transforms_of(tokens):
     )
 
 
-def head_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0):
+def head_logits(hidden, weight, bias=None, softcap=None, scale=1.0):
     """[T, V] float64."""
     logits = hidden.double() @ weight.double().T
-    logits = logits if bias is None else logits + bias.double()
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return logits * logit_scale
+    logits = scale * (logits if bias is None else logits + bias.double())
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+_OF_HEAD = ("bias", "softcap", "scale", "rounding", "adapters", "vocab_parallel")
+_OF_OPTIONS = [field.name for field in fields(ScoreOptions)]
+
+
+def score_rows(hidden, weight, targets, mask, **named):
+    """`logprobs_from_hidden` with the fields of its head and its options by name."""
+    head = Head(weight, **{name: named.pop(name) for name in _OF_HEAD if name in named})
+    options = ScoreOptions(**{name: named.pop(name) for name in _OF_OPTIONS if name in named})
+    return logprobs_from_hidden(hidden, head, targets, mask, options=options, **named)
 
 
 def definition(logits, tokens, *, scored=None, ref_member_logprobs=None):

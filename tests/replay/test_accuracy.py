@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from replay_cases import score_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keepmask.head import pairs
-from keepmask.replay import logprobs_from_hidden
 from keepmask.replay.support import Support
 
 IMPLS = ["gather", "numba", "dense"]
@@ -63,7 +63,7 @@ def test_a_lower_precision_of_matrix_products_lowers_nothing_here(precision, sha
     problem = sharp[torch.float32]
     check_gradients(problem, "dense")
     empty = Support(torch.zeros(0, dtype=torch.int32), torch.zeros(len(problem.targets) + 1, dtype=torch.int64))
-    full = logprobs_from_hidden(problem.hidden, problem.weight, problem.targets, empty)
+    full = score_rows(problem.hidden, problem.weight, problem.targets, empty)
     want = (problem.hidden.double() @ problem.weight.double().T).log_softmax(1)
     assert (full.logprobs - want.gather(1, problem.targets[:, None])[:, 0]).abs().max() <= 2e-5
     assert torch.get_float32_matmul_precision() == precision
@@ -72,7 +72,7 @@ def test_a_lower_precision_of_matrix_products_lowers_nothing_here(precision, sha
 def check_gradients(problem, impl):
     hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight))
     weight.main_grad = torch.zeros(weight.shape)
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, problem.support, entropy="grad", weight_grad="accumulate", impl=impl
     )
     problem.loss(got.logprobs, got.entropy).backward()
@@ -88,9 +88,7 @@ def check_gradients(problem, impl):
 def test_wide_supports_keep_it_too():
     problem = Sharp(8, 256, 3000, 2500, torch.float32)
     for impl in ("gather", "numba", "dense"):
-        got = logprobs_from_hidden(
-            problem.hidden, problem.weight, problem.targets, problem.support, entropy="value", impl=impl
-        )
+        got = score_rows(problem.hidden, problem.weight, problem.targets, problem.support, entropy="value", impl=impl)
         assert (got.logprobs - problem.logprobs).abs().max() <= 2e-5
         assert (got.entropy - problem.entropy).abs().max() <= 1e-5
 
@@ -98,7 +96,7 @@ def test_wide_supports_keep_it_too():
 def test_whole_vocabulary_rows_keep_it_too():
     problem = Sharp(16, 1024, 600, 600, torch.float32)
     empty = Support(torch.zeros(0, dtype=torch.int32), torch.zeros(17, dtype=torch.int64))
-    got = logprobs_from_hidden(problem.hidden, problem.weight, problem.targets, empty, entropy="value")
+    got = score_rows(problem.hidden, problem.weight, problem.targets, empty, entropy="value")
     assert (got.logprobs - problem.logprobs).abs().max() <= 2e-5
     assert (got.entropy - problem.entropy).abs().max() <= 1e-5
 
@@ -135,7 +133,7 @@ def test_no_temporary_is_of_the_size_of_the_vocabulary_or_of_a_head_row_for_each
     for _ in range(2):
         calls, watch.calls = watch.calls, []
         with watch:
-            got = logprobs_from_hidden(
+            got = score_rows(
                 hidden, weight, ids[support.offsets[:-1]], support, entropy="grad", weight_grad="accumulate",
                 max_pairs=max_pairs, impl="gather",
             )  # fmt: skip
@@ -171,7 +169,7 @@ def test_a_second_pass_over_a_support_asks_the_device_for_nothing():
     seen = []
     for _ in range(2):
         with Watch() as watch:
-            got = logprobs_from_hidden(hidden, weight, targets, support, loss_mask=loss_mask, impl="gather")
+            got = score_rows(hidden, weight, targets, support, loss_mask=loss_mask, impl="gather")
             got.logprobs.sum().backward()
         seen.append({"_local_scalar_dense", "item", "nonzero", "is_nonzero"} & set(watch.calls))
     assert seen[0]  # the first pass makes the plan

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from replay_cases import definition, head_logits, targets_of
+from replay_cases import definition, head_logits, score_rows, targets_of
 from test_logprobs import E, Problem, T, V, assert_relative
 from torch.utils.checkpoint import checkpoint
 
-from keepmask.replay import logprobs_from_hidden, logprobs_from_logits
+from keepmask.replay import logprobs_from_logits
 from keepmask.replay.support import Support
 
 IMPLS = ["gather", "numba", "triton", "dense"]
@@ -14,7 +14,7 @@ IMPLS = ["gather", "numba", "triton", "dense"]
 
 def scores_of(problem, hidden, weight, **options):
     options = {"transforms": problem.transforms, "entropy": "grad"} | options
-    return logprobs_from_hidden(hidden, weight, problem.targets, problem.support, **options)
+    return score_rows(hidden, weight, problem.targets, problem.support, **options)
 
 
 def loss_of(scores, problem):
@@ -58,7 +58,7 @@ def test_strides_do_not_matter(impl):
     hidden = wide[:, 1, ::2]
     bias = torch.stack([problem.bias] * 3, 1)[:, 1]
     targets = torch.stack([problem.targets] * 2, 1)[:, 1]
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, head.T, targets, problem.support, bias=bias, transforms=problem.transforms, entropy="grad", impl=impl
     )
     loss_of(got, problem).backward()

@@ -10,6 +10,7 @@ from replay_cases import (
     definition,
     head_logits,
     random_tokens,
+    score_rows,
     support_of,
     targets_of,
     transforms_of,
@@ -17,7 +18,7 @@ from replay_cases import (
 
 import oracle
 from keepmask import MaskError, SamplingMask
-from keepmask.replay.logprobs import logprobs_from_hidden, logprobs_from_logits
+from keepmask.replay.logprobs import logprobs_from_logits
 from keepmask.replay.scores import RowStatus
 from keepmask.replay.support import Support
 
@@ -73,12 +74,12 @@ def assert_relative(got, want, tolerance):
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])
-@pytest.mark.parametrize("form", [{}, {"softcap": 5.0}, {"softcap": 4.0, "logit_scale": 0.7}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"softcap": 5.0}, {"softcap": 4.0, "scale": 0.7}], ids=str)
 def test_scores_and_gradients_equal_those_of_dense_rows(impl, form):
     problem = Problem()
     want, want_gradients = expected(problem, **form)
     hidden, weight, bias = problem.leaves()
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, problem.support, bias=bias, transforms=problem.transforms,
         entropy="grad", full_log_normalizer=True, impl=impl, **form,
     )  # fmt: skip
@@ -94,7 +95,7 @@ def test_kl_to_a_reference_is_exact_and_differentiable(impl):
     problem = Problem(1, empty=0.0)
     want, want_gradients = expected(problem, kl=True)
     hidden, weight, bias = problem.leaves()
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, problem.support, bias=bias, transforms=problem.transforms,
         entropy="grad", ref_member_logprobs=problem.reference, impl=impl,
     )  # fmt: skip
@@ -112,7 +113,7 @@ def test_whole_vocabulary_rows_are_scored_block_by_block(monkeypatch, dtype):
     want, (want_hidden, want_weight) = expected(problem)
     hidden, weight = problem.leaves()
     weight.main_grad = torch.zeros(V, E)
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, problem.support, transforms=problem.transforms, entropy="grad",
         weight_grad="accumulate", full_log_normalizer=True,
     )  # fmt: skip
@@ -126,8 +127,8 @@ def test_whole_vocabulary_rows_are_scored_block_by_block(monkeypatch, dtype):
 def test_kl_to_the_policy_itself_is_zero():
     problem = Problem(2, empty=0.0)
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
-    own = logprobs_from_hidden(*arguments).member_logprobs
-    assert torch.equal(logprobs_from_hidden(*arguments, ref_member_logprobs=own).kl, torch.zeros(T))
+    own = score_rows(*arguments).member_logprobs
+    assert torch.equal(score_rows(*arguments, ref_member_logprobs=own).kl, torch.zeros(T))
 
 
 def test_from_logits_equals_from_hidden():
@@ -155,7 +156,7 @@ def test_logits_of_45_keep_float32_accuracy(impl):
     problem.hidden, problem.bias = problem.hidden * factor, problem.bias * factor
     want, want_gradients = expected(problem)
     hidden, weight, bias = problem.leaves()
-    got = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, bias=bias, entropy="grad", impl=impl)
+    got = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, entropy="grad", impl=impl)
     assert head_logits(hidden, weight, bias).abs().max() > 44
     assert_close(got.logprobs, want.logprobs, 2e-5)
     assert_close(got.entropy, want.entropy, 1e-5)
@@ -169,7 +170,7 @@ def test_bfloat16_inputs_are_scored_in_float32(impl):
     want, (want_hidden, want_weight) = expected(problem)
     hidden, weight = problem.leaves()
     weight.main_grad = torch.zeros(V, E)
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, problem.support, transforms=problem.transforms, entropy="grad",
         weight_grad="accumulate", impl=impl,
     )  # fmt: skip
@@ -188,7 +189,7 @@ def test_float64_inputs_are_scored_in_float64(impl):
     want, want_gradients = expected(problem)
     leaves = problem.leaves()
     hidden, weight, bias = leaves
-    got = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, bias=bias, entropy="grad", impl=impl)
+    got = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, entropy="grad", impl=impl)
     for name in ("logprobs", "entropy", "member_logprobs"):
         assert_close(getattr(got, name), getattr(want, name), 1e-12)
     for one, other in zip(torch.autograd.grad(problem.loss(got), leaves), want_gradients, strict=True):
@@ -200,7 +201,7 @@ def test_gradients_pass_gradcheck():
     some = [*problem.tokens[:1], Token([3, 9, 11], 9), *problem.tokens[1:]]
 
     def scores(hidden, weight, bias):
-        got = logprobs_from_hidden(
+        got = score_rows(
             hidden, weight, targets_of(some), support_of(some), bias=bias, softcap=3.0, transforms=transforms_of(some),
             entropy="grad",
         )  # fmt: skip
@@ -216,7 +217,7 @@ def test_a_row_of_one_id_is_exactly_zero(impl):
     hidden = torch.full((3, E), torch.inf, requires_grad=True)  # nothing may be computed from it
     weight = torch.randn(V, E, requires_grad=True)
     support = Support(torch.tensor([4, 9, 4]), torch.arange(4))
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, torch.tensor([4, 9, 4]), support, entropy="grad", ref_member_logprobs=torch.zeros(3), impl=impl
     )
     for values in (got.logprobs, got.entropy, got.kl, got.member_logprobs):
@@ -231,16 +232,16 @@ def test_a_greedy_token_of_several_ids_is_refused_and_one_of_a_single_id_is_not(
     tokens = [Token([1, 2], 2), Token([5], 5, temperature=0.0), Token([1, 2], 1, temperature=0.0)]
     arguments = (torch.randn(3, E), torch.randn(V, E), targets_of(tokens), support_of(tokens))
     with pytest.raises(MaskError, match="row 2: temperature 0: must be positive, and below 1e-5 a draw is greedy"):
-        logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
+        score_rows(*arguments, transforms=transforms_of(tokens))
     scored = torch.tensor([True, True, False])
-    got = logprobs_from_hidden(*arguments, transforms=transforms_of(tokens), loss_mask=scored)
+    got = score_rows(*arguments, transforms=transforms_of(tokens), loss_mask=scored)
     assert got.logprobs[1:].tolist() == [0, 0]
     tokens[2] = Token(None, 1, temperature=0.0)
     with pytest.raises(MaskError, match="row 2: temperature 0"):
-        logprobs_from_hidden(*arguments[:2], targets_of(tokens), support_of(tokens), transforms=transforms_of(tokens))
+        score_rows(*arguments[:2], targets_of(tokens), support_of(tokens), transforms=transforms_of(tokens))
     tokens[2] = Token([1, 2], 1, repetition_penalty=0.0)
     with pytest.raises(MaskError, match="row 2: repetition_penalty 0: must be positive"):
-        logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
+        score_rows(*arguments, transforms=transforms_of(tokens))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -251,7 +252,7 @@ def test_tokens_outside_the_loss_mask_cost_nothing_and_get_nothing(impl):
     problem.hidden[~loss_mask] = torch.nan  # nothing may be computed from it
     targets = torch.where(loss_mask, problem.targets, -100)
     hidden, weight, bias = problem.leaves()
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, targets, problem.support, bias=bias, transforms=problem.transforms, entropy="grad",
         loss_mask=loss_mask, full_log_normalizer=True, impl=impl,
     )  # fmt: skip
@@ -267,27 +268,27 @@ def test_empty_rows_follow_the_policy():
     empty = torch.tensor([token.support is None for token in problem.tokens])
     assert 0 < empty.sum() < T
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
-    full = logprobs_from_hidden(*arguments)
+    full = score_rows(*arguments)
     assert torch.equal(full.row_status == RowStatus.FULL, empty)
     assert (full.logprobs[empty] < 0).all()
-    ignored = logprobs_from_hidden(*arguments, on_empty="ignore")
+    ignored = score_rows(*arguments, on_empty="ignore")
     assert torch.equal(ignored.row_status == RowStatus.IGNORED, empty)
     assert torch.equal(ignored.logprobs, torch.where(empty, 0.0, full.logprobs))
     with pytest.raises(MaskError, match=rf"row.* {empty.nonzero()[0].item()}.*whole vocabulary"):
-        logprobs_from_hidden(*arguments, on_empty="error")
-    assert logprobs_from_hidden(*arguments, on_empty="error", loss_mask=~empty).logprobs.isfinite().all()
+        score_rows(*arguments, on_empty="error")
+    assert score_rows(*arguments, on_empty="error", loss_mask=~empty).logprobs.isfinite().all()
     with pytest.raises(ValueError, match="no exact KL"):
-        logprobs_from_hidden(*arguments, ref_member_logprobs=torch.zeros(problem.support.num_pairs))
+        score_rows(*arguments, ref_member_logprobs=torch.zeros(problem.support.num_pairs))
 
 
 def test_a_target_outside_its_row_is_refused_or_left_out():
     tokens = [Token([1, 2, 3], 2), Token([1, 2, 3], 4), Token([7], 8), Token(None, 5)]
     arguments = (torch.randn(4, E), torch.randn(V, E), targets_of(tokens), support_of(tokens))
     with pytest.raises(MaskError, match="rows 1, 2: the target is not in its row"):
-        logprobs_from_hidden(*arguments)
+        score_rows(*arguments)
     with pytest.raises(MaskError, match="row 2: the target is not in its row"):
-        logprobs_from_hidden(*arguments, loss_mask=torch.tensor([True, False, True, True]))
-    got = logprobs_from_hidden(*arguments, on_outside="ignore")
+        score_rows(*arguments, loss_mask=torch.tensor([True, False, True, True]))
+    got = score_rows(*arguments, on_outside="ignore")
     assert got.row_status.tolist() == [RowStatus.SUPPORT, RowStatus.OUTSIDE, RowStatus.OUTSIDE, RowStatus.FULL]
     assert got.logprobs[1:3].tolist() == [0.0, 0.0]
 
@@ -296,37 +297,37 @@ def test_what_does_not_fit_together_is_refused():
     hidden, weight = torch.randn(2, E), torch.randn(V, E)
     support, targets = Support(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])), torch.tensor([1, 3])
     with pytest.raises(MaskError, match="2 rows for 3 targets"):
-        logprobs_from_hidden(torch.randn(3, E), weight, torch.tensor([1, 3, 3]), support)
+        score_rows(torch.randn(3, E), weight, torch.tensor([1, 3, 3]), support)
     with pytest.raises(ValueError, match="hidden has 3 rows for 2 targets"):
-        logprobs_from_hidden(torch.randn(3, E), weight, targets, support)
+        score_rows(torch.randn(3, E), weight, targets, support)
     with pytest.raises(MaskError, match=r"row 1: ids must be in \[0, 3\)"):
-        logprobs_from_hidden(hidden, weight[:3], targets, support)
+        score_rows(hidden, weight[:3], targets, support)
     with pytest.raises(MaskError, match=r"row 1: ids must be in \[0, 60\), got -1\.\.2"):
-        logprobs_from_hidden(hidden, weight, targets, Support(torch.tensor([1, 2, -1]), torch.tensor([0, 2, 3])))
+        score_rows(hidden, weight, targets, Support(torch.tensor([1, 2, -1]), torch.tensor([0, 2, 3])))
     with pytest.raises(MaskError, match="do not belong together"):
-        logprobs_from_hidden(hidden, weight, targets, Support(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 4])))
+        score_rows(hidden, weight, targets, Support(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 4])))
     with pytest.raises(ValueError, match="both or neither float64"):
-        logprobs_from_hidden(hidden, weight.double(), targets, support)
+        score_rows(hidden, weight.double(), targets, support)
     with pytest.raises(ValueError, match="hidden must be"):
-        logprobs_from_hidden(hidden[:, :3], weight, targets, support)
+        score_rows(hidden[:, :3], weight, targets, support)
     with pytest.raises(ValueError, match="E = 0"):
-        logprobs_from_hidden(hidden[:, :0], weight[:, :0], targets, support)
+        score_rows(hidden[:, :0], weight[:, :0], targets, support)
     with pytest.raises(MaskError, match="mask: must be a SamplingMask or a Support, got list"):
-        logprobs_from_hidden(hidden, weight, targets, [[1, 2], [3]])
+        score_rows(hidden, weight, targets, [[1, 2], [3]])
     with pytest.raises(ValueError, match="bias"):
-        logprobs_from_hidden(hidden, weight, targets, support, bias=torch.zeros(3))
+        score_rows(hidden, weight, targets, support, bias=torch.zeros(3))
     with pytest.raises(MaskError, match="loss_mask"):
-        logprobs_from_hidden(hidden, weight, targets, support, loss_mask=torch.ones(2))
+        score_rows(hidden, weight, targets, support, loss_mask=torch.ones(2))
     with pytest.raises(MaskError, match=r"row 0: targets must be in \[0, 60\)"):
-        logprobs_from_hidden(hidden[:1], weight, torch.tensor([60]), SamplingMask([], [0, 0]))
+        score_rows(hidden[:1], weight, torch.tensor([60]), SamplingMask([], [0, 0]))
     for name in ("impl", "entropy", "on_empty", "on_outside", "weight_grad"):
         with pytest.raises(ValueError, match=f"{name}='best'"):
-            logprobs_from_hidden(hidden, weight, targets, support, **{name: "best"})
-    for name, value in (("softcap", 0.0), ("logit_scale", 0.0), ("logit_rounding", "fp16"), ("max_pairs", 0)):
+            score_rows(hidden, weight, targets, support, **{name: "best"})
+    for name, value in (("softcap", 0.0), ("scale", 0.0), ("rounding", "fp16"), ("max_pairs", 0)):
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
-            logprobs_from_hidden(hidden, weight, targets, support, **{name: value})
+            score_rows(hidden, weight, targets, support, **{name: value})
     with pytest.raises(ValueError, match="numba"):
-        logprobs_from_hidden(hidden.double(), weight.double(), targets, support, impl="numba")
+        score_rows(hidden.double(), weight.double(), targets, support, impl="numba")
 
 
 @pytest.mark.parametrize("impl", ["gather", "numba", "dense"])
@@ -336,9 +337,7 @@ def test_every_form_of_the_weight_gradient_holds_the_same_numbers(impl, dtype):
 
     def run(weight, **options):
         hidden = problem.hidden.clone().requires_grad_()
-        logprobs_from_hidden(
-            hidden, weight, problem.targets, problem.support, impl=impl, **options
-        ).logprobs.sum().backward()
+        score_rows(hidden, weight, problem.targets, problem.support, impl=impl, **options).logprobs.sum().backward()
         return hidden.grad
 
     dense = problem.weight.clone().requires_grad_()
@@ -368,9 +367,7 @@ def test_sparse_rows_refuse_empty_rows():
     tokens = [Token(None, 3), Token([1, 2], 1)]
     weight = torch.randn(V, E, requires_grad=True)
     with pytest.raises(ValueError, match="every row of the head"):
-        logprobs_from_hidden(
-            torch.randn(2, E), weight, targets_of(tokens), support_of(tokens), weight_grad="sparse_rows"
-        )
+        score_rows(torch.randn(2, E), weight, targets_of(tokens), support_of(tokens), weight_grad="sparse_rows")
 
 
 @pytest.mark.parametrize("impl", ["gather", "dense"])
@@ -379,7 +376,7 @@ def test_chunks_of_pairs_change_nothing(impl):
 
     def run(**options):
         hidden, weight = problem.leaves()
-        got = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, impl=impl, **options)
+        got = score_rows(hidden, weight, problem.targets, problem.support, impl=impl, **options)
         got.logprobs.sum().backward()
         return got.logprobs, hidden.grad, weight.grad
 
@@ -387,26 +384,24 @@ def test_chunks_of_pairs_change_nothing(impl):
         torch.testing.assert_close(one, other)
 
 
-def test_logit_rounding_scores_what_a_bfloat16_head_computes():
+def test_rounding_scores_what_a_bfloat16_head_computes():
     problem = Problem(12, dtype=torch.bfloat16, transforms=False, empty=0.1)
     logits = (problem.hidden.float() @ problem.weight.float().T + problem.bias.float()).bfloat16()
     want = definition(logits.double(), problem.tokens)
     for impl in IMPLS:
         hidden, weight, bias = problem.leaves()
-        got = logprobs_from_hidden(
-            hidden, weight, problem.targets, problem.support, bias=bias, logit_rounding="bf16", impl=impl
-        )
+        got = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, rounding="bf16", impl=impl)
         assert_close(got.logprobs, want.logprobs, 1e-5)
         got.logprobs.sum().backward()
         assert hidden.grad.abs().sum() > 0
-    exact = logprobs_from_hidden(problem.hidden, problem.weight, problem.targets, problem.support, bias=problem.bias)
+    exact = score_rows(problem.hidden, problem.weight, problem.targets, problem.support, bias=problem.bias)
     assert (exact.logprobs - want.logprobs).abs().max() > 1e-3
 
 
 def test_replayed_ratio_is_one_where_the_full_vocabulary_ratio_is_the_kept_mass():
     problem = Problem(13, empty=0.0, single=0.0)
     logits = head_logits(problem.hidden, problem.weight).numpy()
-    got = logprobs_from_hidden(
+    got = score_rows(
         problem.hidden, problem.weight, problem.targets, problem.support, transforms=problem.transforms,
         full_log_normalizer=True,
     )  # fmt: skip
@@ -423,7 +418,7 @@ def test_replayed_ratio_is_one_where_the_full_vocabulary_ratio_is_the_kept_mass(
 def test_values_without_gradients_and_in_inference_mode():
     problem = Problem(14)
     hidden, weight, bias = problem.leaves()
-    got = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, bias=bias, entropy="value")
+    got = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, entropy="value")
     assert got.logprobs.requires_grad
     assert not got.entropy.requires_grad
     assert not got.log_normalizer.requires_grad
@@ -432,7 +427,7 @@ def test_values_without_gradients_and_in_inference_mode():
     with pytest.raises(ValueError, match="full_log_normalizer=True"):
         _ = got.kept_mass
     with torch.inference_mode():
-        again = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, bias=bias)
+        again = score_rows(hidden, weight, problem.targets, problem.support, bias=bias)
     assert torch.equal(again.logprobs, got.logprobs)
     assert again.entropy is None
 
@@ -440,9 +435,9 @@ def test_values_without_gradients_and_in_inference_mode():
 def test_autocast_does_not_lower_the_precision():
     problem = Problem(15)
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
-    want = logprobs_from_hidden(*arguments, impl="dense")
+    want = score_rows(*arguments, impl="dense")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = logprobs_from_hidden(*arguments, impl="dense")
+        got = score_rows(*arguments, impl="dense")
     assert torch.equal(got.logprobs, want.logprobs)
 
 
@@ -477,7 +472,7 @@ def test_any_ragged_rows_of_any_dtype_score_as_dense_rows_do(seed, num_tokens, s
     want, want_gradients = expected(problem)
     leaves = problem.leaves()
     hidden, weight, bias = leaves
-    got = logprobs_from_hidden(
+    got = score_rows(
         hidden, weight, problem.targets, support_of(problem.tokens, ids), bias=bias, transforms=problem.transforms,
         entropy="grad", impl=impl,
     )  # fmt: skip
@@ -491,9 +486,7 @@ def test_any_ragged_rows_of_any_dtype_score_as_dense_rows_do(seed, num_tokens, s
 
 
 def test_a_batch_of_no_tokens_has_scores_of_no_tokens():
-    got = logprobs_from_hidden(
-        torch.zeros(0, E), torch.zeros(V, E), torch.zeros(0, dtype=torch.int64), SamplingMask([], [0])
-    )
+    got = score_rows(torch.zeros(0, E), torch.zeros(V, E), torch.zeros(0, dtype=torch.int64), SamplingMask([], [0]))
     assert got.logprobs.shape == got.row_status.shape == (0,)
 
 
@@ -507,7 +500,7 @@ def test_cost_is_that_of_the_pairs_whatever_the_vocabulary_and_the_widest_row(im
     ids = torch.arange(int(offsets[-1])) % vocab_size
     hidden = torch.randn(num_tokens, 2, requires_grad=True)
     weight = torch.randn(vocab_size, 2, requires_grad=True)
-    got = logprobs_from_hidden(hidden, weight, ids[offsets[:-1]], Support(ids, offsets), entropy="grad", impl=impl)
+    got = score_rows(hidden, weight, ids[offsets[:-1]], Support(ids, offsets), entropy="grad", impl=impl)
     (got.logprobs.sum() + got.entropy.sum() + got.member_logprobs[:5].sum()).backward()
     z = head_logits(hidden.detach()[:1], weight.detach()[:2])[0]
     assert got.logprobs[0].item() == pytest.approx(z.log_softmax(0)[0].item(), abs=1e-6)
@@ -525,16 +518,14 @@ def test_cost_is_that_of_the_pairs_whatever_the_vocabulary_and_the_widest_row(im
 def test_wide_supports_are_scored_by_dense_products():
     tokens = [Token(list(range(t, t + 30)), t + 3) for t in range(20)]
     arguments = (torch.randn(20, E), torch.randn(V, E), targets_of(tokens), support_of(tokens))
-    assert torch.equal(
-        logprobs_from_hidden(*arguments).logprobs, logprobs_from_hidden(*arguments, impl="dense").logprobs
-    )
+    assert torch.equal(score_rows(*arguments).logprobs, score_rows(*arguments, impl="dense").logprobs)
 
 
 def test_numba_is_optional(monkeypatch):
     problem = Problem(16)
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
-    want = logprobs_from_hidden(*arguments, impl="reference").logprobs
+    want = score_rows(*arguments, impl="reference").logprobs
     monkeypatch.setattr("keepmask.head.pairs._has_numba", lambda: False)
-    torch.testing.assert_close(logprobs_from_hidden(*arguments).logprobs, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(score_rows(*arguments).logprobs, want, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match='impl="numba": needs numba'):
-        logprobs_from_hidden(*arguments, impl="numba")
+        score_rows(*arguments, impl="numba")

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from replay_cases import ParallelProblem
+from replay_cases import ParallelProblem, score_rows
 
-from keepmask.replay.logprobs import logprobs_from_hidden
 from keepmask.replay.parallel import VocabParallel
 
 HERE = Path(__file__).parent
@@ -47,7 +46,7 @@ def alone():
     for name, problem in ParallelProblem.all().items():
         leaves = [t.clone().requires_grad_() for t in (problem.hidden, problem.weight, problem.bias)]
         hidden, weight, bias = leaves
-        scores = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, bias=bias, **problem.options)
+        scores = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, **problem.options)
         problem.loss(scores).backward()
         results[name] = {value: getattr(scores, value).detach().numpy() for value in problem.values}
         results[name] |= {"hidden_grad": hidden.grad, "weight_grad": weight.grad, "bias_grad": bias.grad}
@@ -125,7 +124,7 @@ def test_reference_takes_a_whole_head():
     parallel = VocabParallel(group=None, vocab_size=61)
     object.__setattr__(parallel, "ids", range(61))
     with pytest.raises(ValueError, match="takes a whole head"):
-        logprobs_from_hidden(
+        score_rows(
             problem.hidden, problem.weight, problem.targets, problem.support, vocab_parallel=parallel, impl="reference"
         )
 
@@ -135,7 +134,7 @@ def test_a_share_of_another_size_is_refused():
     parallel = VocabParallel(group=None, vocab_size=61)
     object.__setattr__(parallel, "ids", range(31))
     with pytest.raises(ValueError, match=r"weight has 61 rows.*share of the vocabulary is 31 ids"):
-        logprobs_from_hidden(problem.hidden, problem.weight, problem.targets, problem.support, vocab_parallel=parallel)
+        score_rows(problem.hidden, problem.weight, problem.targets, problem.support, vocab_parallel=parallel)
 
 
 def test_strided_shares_are_even_where_contiguous_ones_are_not():

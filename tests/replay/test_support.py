@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from replay_cases import score_rows
 
 from keepmask import MaskError, SamplingMask
-from keepmask.replay import logprobs_from_hidden, logprobs_from_logits
+from keepmask.replay import logprobs_from_logits
 from keepmask.replay.support import Support
 
 ROWS = st.lists(st.lists(st.integers(0, 30), max_size=6, unique=True), max_size=8)
@@ -114,12 +115,12 @@ def test_an_id_given_twice_in_a_row_is_found_in_any_order(rows, sort):
     targets, scored = torch.zeros(len(rows), dtype=torch.int64), torch.zeros(len(rows), dtype=torch.bool)
     hidden, weight = torch.zeros(len(rows), 2), torch.zeros(6, 2)
     if not repeating:
-        logprobs_from_hidden(hidden, weight, targets, support, loss_mask=scored)
+        score_rows(hidden, weight, targets, support, loss_mask=scored)
         return
     named = f"row{'s' * (len(repeating) > 1)} {', '.join(map(str, repeating))}: an id stands twice"
     for check in (
         lambda: support.check(6),
-        lambda: logprobs_from_hidden(hidden, weight, targets, support, loss_mask=scored),
+        lambda: score_rows(hidden, weight, targets, support, loss_mask=scored),
         lambda: logprobs_from_logits(torch.zeros(len(rows), 6), targets, support_of(rows)),
     ):
         with pytest.raises(MaskError, match=named):

@@ -5,11 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_cases import PARAMS, Token, random_tokens, support_of, transforms_of
+from replay_cases import PARAMS, Token, random_tokens, score_rows, support_of, transforms_of
 
 import oracle
 from keepmask import MaskError
-from keepmask.replay import logprobs_from_hidden
 from keepmask.replay.history import LogitBias, TokenHistory
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import PairTransforms, TokenTransforms
@@ -124,7 +123,7 @@ def test_values_that_are_no_numbers_are_refused(changes, message):
     tokens = [Token([1, 2], 1), Token([1, 2], 1, output=[1], **changes)]
     arguments = (torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1, 1]), support_of(tokens))
     with pytest.raises(MaskError, match=message):
-        logprobs_from_hidden(*arguments, transforms=transforms_of(tokens))
+        score_rows(*arguments, transforms=transforms_of(tokens))
 
 
 @pytest.mark.parametrize("change", ["temperature", "frequency_penalty", "logit_bias"])
@@ -132,9 +131,9 @@ def test_transforms_changed_in_place_are_replayed_as_they_are_now(change):
     tokens = [Token([1, 2], 1, temperature=0.5, frequency_penalty=0.5, logit_bias={1: 1.0}, output=[1])]
     arguments = (torch.ones(1, 3), torch.randn(5, 3), torch.tensor([1]), support_of(tokens))
     transforms = transforms_of(tokens)
-    before = logprobs_from_hidden(*arguments, transforms=transforms).logprobs
+    before = score_rows(*arguments, transforms=transforms).logprobs
     (transforms.logit_bias.values if change == "logit_bias" else getattr(transforms, change)).mul_(3)
-    after = logprobs_from_hidden(*arguments, transforms=transforms).logprobs
+    after = score_rows(*arguments, transforms=transforms).logprobs
     logits = arguments[1].double().sum(1)
     setattr(tokens[0], change, {1: 3.0} if change == "logit_bias" else 1.5)
     assert after.item() == pytest.approx(tokens[0].transform(logits)[[1, 2]].log_softmax(0)[0].item(), abs=1e-5)

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from replay_cases import ParallelProblem
+from replay_cases import ParallelProblem, score_rows
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from keepmask import MaskError
-from keepmask.replay.logprobs import logprobs_from_hidden
 from keepmask.replay.parallel import VocabParallel
 
 
@@ -28,7 +27,7 @@ def score(problem, weight, bias, **options):
     hidden = problem.hidden.clone().requires_grad_()
     weight, bias = weight.requires_grad_(), bias.requires_grad_()
     options = problem.options | {"impl": "gather"} | options
-    scores = logprobs_from_hidden(hidden, weight, problem.targets, problem.support, bias=bias, **options)
+    scores = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, **options)
     problem.loss(scores).backward()
     values = {name: getattr(scores, name) for name in problem.values}
     return values | {"hidden_grad": hidden.grad, "weight_grad": weight.grad, "bias_grad": bias.grad}
@@ -57,7 +56,7 @@ def refusals(problem, group):
     refused = []
     for rows, tokens in zip(batches, targets, strict=True):
         try:
-            logprobs_from_hidden(
+            score_rows(
                 problem.hidden[rows], weight, tokens[rows], problem.support.select(rows), vocab_parallel=parallel
             )
             refused.append(False)

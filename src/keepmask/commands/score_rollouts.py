@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from keepmask.outputs import Rollout
-from keepmask.replay.logprobs import logprobs_from_hidden
+from keepmask.replay.policy_head import Head
 from keepmask.replay.replay_batch import ReplayBatch
+from keepmask.replay.score_batch import score
 
 __all__ = ["score_rollouts"]
 
@@ -24,25 +25,15 @@ def score_rollouts(
 ) -> list[Rollout]:
     """The rollouts with `policy_logprobs` (on the recorded supports) and `policy_full_logprobs` (over the vocabulary).
 
-    model: a causal language model of transformers whose logits are the product of its last hidden state and its head.
+    model: a causal language model of transformers; what is on its head is applied (`replay.Head.of`).
     on_progress: called with the number of rollouts just scored.
     """
-    head = model.get_output_embeddings().weight
+    head = Head.of(model)
     scored: dict[int, Rollout] = {}
     for indices in _by_length(rollouts):
-        batch = ReplayBatch.pack([rollouts[i] for i in indices], vocab_size=head.shape[0])
-        padded = batch.padded()
-        output = model.base_model(
-            input_ids=padded.input_ids, attention_mask=padded.attention_mask, position_ids=padded.position_ids
-        )
-        scores = logprobs_from_hidden(
-            output.last_hidden_state.flatten(0, 1)[padded.logit_positions],
-            head,
-            batch.targets,
-            batch.support,
-            transforms=batch.transforms,
-            full_log_normalizer=True,
-        )
+        batch = ReplayBatch.pack([rollouts[i] for i in indices], vocab_size=head.vocab_size)
+        hidden = model.base_model(**batch.padded().inputs()).last_hidden_state
+        scores = score(batch, hidden, head, full_log_normalizer=True)
         sizes = np.cumsum(batch.row_lengths)[:-1]
         replayed = np.split(scores.logprobs.numpy(), sizes)
         full = np.split(scores.full_logprobs.numpy(), sizes)

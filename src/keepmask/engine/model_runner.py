@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from keepmask.forward.attention import AttentionContext, KVCache
 from keepmask.forward.decoder import Decoder
 from keepmask.forward.forward_batch import ChunkT, ForwardBatch
 from keepmask.forward.linear import Linear, linear_layer
+from keepmask.head.form import HeadForm
 from keepmask.head.pairs import numba_can_read, pair_logits
 
 __all__ = ["LMHead", "ModelRunner"]
@@ -36,39 +36,17 @@ _HEAD_CHUNK = 16_384
 """Rows of the head that are held in float32 at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTransform:
-    """What a model does to the product of hidden states and head weight: softcap(scale · x)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, settings: Any) -> HeadTransform:
-        """From the model's config: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
-        scale = getattr(settings, "logit_scale", None) or 1.0
-        scale /= getattr(settings, "logits_scaling", None) or 1.0
-        return cls(scale, getattr(settings, "final_logit_softcapping", None))
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Computed in float32, so that half-precision logits are rounded twice at most: selection allows for that."""
-        if self.scale == 1.0 and self.softcap is None:
-            return logits
-        x = logits.float() * self.scale
-        if self.softcap is not None:
-            x = torch.tanh(x / self.softcap) * self.softcap
-        return x.to(logits.dtype)
-
-
 class LMHead:
     """Logits of B hidden states: cheap ones over the whole vocabulary, exact float32 ones where asked.
 
     hidden: [B, E]. Satisfies `keepmask.sampling.Head`.
     """
 
-    def __init__(self, hidden: Tensor, linear: Linear, transform: HeadTransform) -> None:
-        self._hidden, self._weight, self._bias, self._transform = hidden, linear.weight, linear.bias, transform
-        self.logits = transform(linear(hidden))
+    def __init__(self, hidden: Tensor, linear: Linear, form: HeadForm) -> None:
+        self._hidden, self._weight, self._bias, self._form = hidden, linear.weight, linear.bias, form
+        products = linear(hidden)
+        # Transformed in float32, so that half-precision logits are rounded twice at most: selection allows for that.
+        self.logits = products if form.is_identity else form.apply(products.float()).to(products.dtype)
 
     def rescore(self, rows: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         """[P] float32 logits of ids [P], accumulated and stored in float32; see `keepmask.sampling.Head`."""
@@ -89,7 +67,7 @@ class LMHead:
             max_pairs=_MAX_PAIRS,
             impl="numba" if compiled else "gather",
         )
-        return self._transform(exact if self._bias is None else exact + self._bias[ids].float())
+        return self._form.apply(exact if self._bias is None else exact + self._bias[ids].float())
 
     def float32(self, rows: Tensor) -> Tensor:
         """[M, V] float32 logits at rows [M] int64."""
@@ -98,7 +76,7 @@ class LMHead:
         hidden = self._hidden[rows].float()
         parts = [hidden @ weight.float().T for weight in torch.split(self._weight, _HEAD_CHUNK)]
         logits = torch.cat(parts, -1)
-        return self._transform(logits if self._bias is None else logits + self._bias.float())
+        return self._form.apply(logits if self._bias is None else logits + self._bias.float())
 
 
 class ModelRunner:
@@ -117,7 +95,7 @@ class ModelRunner:
         head = self.model.get_output_embeddings()
         self.linear_head = linear_layer([head.weight], getattr(head, "bias", None))
         self.vocab_size = int(head.weight.shape[0])
-        self._transform = HeadTransform.of(settings)
+        self._form = HeadForm.of(settings)
         self.max_model_len = _max_model_len(config, settings)
         shapes = _kv_shapes(self.model)
         block_bytes = sum(2 * heads * dim for heads, dim in shapes) * config.block_size * self.dtype.itemsize
@@ -164,7 +142,7 @@ class ModelRunner:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> LMHead:
         """The LM head over hidden states [B, E]."""
-        return LMHead(hidden, self.linear_head, self._transform)
+        return LMHead(hidden, self.linear_head, self._form)
 
     @torch.inference_mode()
     def _logits_of(self, chunk: ProbeChunk) -> Tensor:

@@ -61,10 +61,11 @@ def triton_can_read(*tensors: Tensor) -> bool:
     )
 
 
-def impl_for(impl: Impl, *tensors: Tensor) -> Impl:
+def impl_for(impl: str, *tensors: Tensor) -> Impl:
     """`impl` where it takes these tensors, a caller's gradient buffer for one, else "gather"."""
-    takes = {"gather": True, "numba": numba_can_read(*tensors), "triton": triton_can_read(*tensors)}
-    return impl if takes[impl] else "gather"
+    if impl == "numba" and numba_can_read(*tensors):
+        return "numba"
+    return "triton" if impl == "triton" and triton_can_read(*tensors) else "gather"
 
 
 @cache

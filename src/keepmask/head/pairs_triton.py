@@ -212,13 +212,13 @@ def _score_row(
             logit += tl.load(bias_ptr + ids, mask=live, other=0.0).to(tl.float32)
         if ROUND:
             logit = _nearest_bfloat16(logit)
+        logit *= scale
         slope = tl.full([STEP], 1.0, tl.float32) * scale
         if CAP:
             # tanh x = 1 - 2 / (exp(2 x) + 1)
             capped = 1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0)
             slope *= 1.0 - capped * capped
             logit = softcap * capped
-        logit *= scale
         tl.store(logits_ptr + m, logit, mask=live)
         z = logit
         if pair_bias_ptr is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from keepmask.head.form import HeadForm
-from keepmask.head.pairs import wide
-from keepmask.replay.head_logits import HeadGradients, HeadLogits, Products, WeightGrad
+from keepmask.head.pairs import numba_can_read
+from keepmask.replay.head_logits import HeadLogits, HeadProduct, Products, WeightGrad
+from keepmask.replay.policy_head import Head
 from keepmask.replay.scoring import Job, Kept, ScoreGradients, ScoreTensors, score, send_back
 from keepmask.replay.source import TableLogits
 
@@ -25,9 +26,14 @@ def table_scores(logits: Tensor, job: Job) -> ScoreTensors:
     return ScoreTensors(*_TableScores.apply(logits, job))  # type: ignore[no-untyped-call]
 
 
-def head_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, options: HeadOptions) -> ScoreTensors:
-    """The scores of `job` out of hidden states [T, E] and a head [V, E], differentiable in them and in the bias [V]."""
-    return ScoreTensors(*_HeadScores.apply(hidden, weight, bias, job, options))  # type: ignore[no-untyped-call]
+def head_scores(hidden: Tensor, head: Head, weight: Tensor, job: Job, options: HeadOptions) -> ScoreTensors:
+    """The scores of `job` out of hidden states [T, E] and a head, differentiable in them and in all of the head.
+
+    weight: [V, E], the part of the head's weight that this process holds.
+    """
+    states, table = head.adapted(hidden) or (None, None)
+    inputs = (hidden, weight, states, table, head.bias)
+    return ScoreTensors(*_HeadScores.apply(*inputs, job, options))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,33 +67,41 @@ class _TableScores(torch.autograd.Function):
 
 
 class _HeadScores(torch.autograd.Function):
+    """Of two products, the hidden states with the weight and maybe an adapter's states with its table, and a bias."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, options: HeadOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        states: Tensor | None,
+        table: Tensor | None,
+        bias: Tensor | None,
+        job: Job,
+        options: HeadOptions,
     ) -> tuple[Tensor | None, ...]:
+        inputs = (hidden, weight, states, table, bias)
         with _float32(hidden.device):
-            tensors, kept = score(_head(hidden, weight, bias, options), job)
+            tensors, kept = score(_head(inputs, options), job)
         ctx.options = options
-        _keep(ctx, job, tensors, kept, hidden, weight, bias)
+        _keep(ctx, job, tensors, kept, *inputs)
         return tensors
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        (hidden, weight, bias), kept = _kept(ctx)
+        inputs, kept = _kept(ctx)
         job, options = ctx.job, ctx.options
-        out = _gradient_buffers(hidden, weight, bias, ctx.needs_input_grad, job, options)
-        with _float32(hidden.device):
-            source = _head(hidden, weight, bias, options)
-            source.gradients = out
+        with _float32(inputs[0].device):
+            source = _head(inputs, options)
+            _make_buffers(source, ctx.needs_input_grad, job, options)
             send_back(source, job, kept, ScoreGradients(*gradients[:4]))
-        return (
-            _finished_hidden(out, hidden, job),
-            _finished_weight(out, weight, options),
-            None if out.bias is None or bias is None else out.bias.to(bias.dtype),
-            None,
-            None,
-        )
+        main, *others = source.products
+        grads = [_finished_hidden(main, job), _finished_weight(main, options), None, None]
+        if others:
+            grads[2:] = [_finished_hidden(others[0], job), others[0].weight_grad]
+        bias = source.bias_grad
+        return *grads, None if bias is None else bias.to(inputs[4].dtype), None, None
 
 
 @contextmanager
@@ -106,16 +120,13 @@ def _float32(device: torch.device) -> Iterator[None]:
             setting.fp32_precision = before
 
 
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> HeadLogits:
-    return HeadLogits(
-        hidden,
-        weight,
-        bias,
-        form=options.form,
-        ids=options.ids,
-        products=options.products,
-        max_pairs=options.max_pairs,
-    )
+def _head(inputs: Sequence[Any], options: HeadOptions) -> HeadLogits:
+    hidden, weight, states, table, bias = inputs
+    products = [HeadProduct(hidden, weight, options.products, options.max_pairs)]
+    if states is not None:
+        impl = "gather" if options.products == "numba" and not numba_can_read(states, table) else options.products
+        products.append(HeadProduct(states, table, impl, options.max_pairs))
+    return HeadLogits(products, bias, form=options.form, ids=options.ids)
 
 
 def _keep(ctx: Any, job: Job, tensors: ScoreTensors, kept: Kept, *inputs: Tensor | None) -> None:
@@ -134,29 +145,23 @@ def _kept(ctx: Any) -> tuple[tuple[Any, ...], Kept]:
     return saved[: ctx.num_inputs], Kept(*saved[ctx.num_inputs :])
 
 
-def _gradient_buffers(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    needed: tuple[bool, ...],
-    job: Job,
-    options: HeadOptions,
-) -> HeadGradients:
-    out = HeadGradients()
-    dtype = wide(hidden.dtype)
-    if needed[0]:
-        # Parts of several processes are added up before they are rounded to the type of the hidden states.
-        out.hidden = torch.empty_like(hidden, dtype=dtype if job.vocab_parallel is not None else None)
-        same = out.hidden.dtype == dtype or not job.plan.full_rows.numel()
-        out.full_hidden = out.hidden if same else torch.zeros_like(hidden, dtype=dtype)
-    if needed[1] and options.weight_grad == "accumulate":
-        out.weight = _accumulated(options.parameter, weight)
-    elif needed[1] and options.weight_grad == "dense":
-        out.weight = _zeros_like(weight)
-    out.wants_rows = needed[1] and options.weight_grad == "sparse_rows"
-    if bias is not None and needed[2]:
-        out.bias = torch.zeros_like(bias, dtype=dtype)
-    return out
+def _make_buffers(source: HeadLogits, needed: tuple[bool, ...], job: Job, options: HeadOptions) -> None:
+    """Give the source what the gradients that are `needed`, of the five inputs, are written to."""
+    dtype = source.dtype
+    for product, hidden_needed, weight_needed in zip(source.products, needed[:4:2], needed[1:4:2], strict=False):
+        if hidden_needed:
+            # Parts of several processes are added up before they are rounded to the type of the hidden states.
+            apart = job.vocab_parallel is not None
+            product.hidden_grad = torch.empty_like(product.hidden, dtype=dtype if apart else None)
+            same = product.hidden_grad.dtype == dtype or not job.plan.full_rows.numel()
+            product.full_hidden_grad = product.hidden_grad if same else torch.zeros_like(product.hidden, dtype=dtype)
+        if weight_needed and (options.weight_grad == "dense" or product is not source.products[0]):
+            product.weight_grad = _zeros_like(product.weight)
+        elif weight_needed and options.weight_grad == "accumulate":
+            product.weight_grad = _accumulated(options.parameter, product.weight)
+        product.wants_rows = weight_needed and product.weight_grad is None
+    if source.bias is not None and needed[4]:
+        source.bias_grad = torch.zeros_like(source.bias, dtype=dtype)
 
 
 def _zeros_like(weight: Tensor) -> Tensor:
@@ -169,22 +174,24 @@ def _zeros_like(weight: Tensor) -> Tensor:
     return zeros.view(torch.bfloat16) if narrow else zeros
 
 
-def _finished_hidden(out: HeadGradients, hidden: Tensor, job: Job) -> Tensor | None:
-    if out.hidden is None or out.full_hidden is None:
+def _finished_hidden(product: HeadProduct, job: Job) -> Tensor | None:
+    out, full = product.hidden_grad, product.full_hidden_grad
+    if out is None or full is None:
         return None
-    if out.full_hidden is not out.hidden:
-        out.hidden[job.plan.full_rows] = out.full_hidden[job.plan.full_rows].to(out.hidden.dtype)
+    if full is not out:
+        out[job.plan.full_rows] = full[job.plan.full_rows].to(out.dtype)
     if job.vocab_parallel is not None and job.vocab_parallel.reduce_hidden:
-        job.vocab_parallel.sum(out.hidden)
-    return out.hidden.to(hidden.dtype)
+        job.vocab_parallel.sum(out)
+    return out.to(product.hidden.dtype)
 
 
-def _finished_weight(out: HeadGradients, weight: Tensor, options: HeadOptions) -> Tensor | None:
+def _finished_weight(product: HeadProduct, options: HeadOptions) -> Tensor | None:
     if options.weight_grad == "dense":
-        return out.weight
-    if out.weight_rows is None:
+        return product.weight_grad
+    if product.weight_rows is None:
         return None
-    rows, values = out.weight_rows
+    rows, values = product.weight_rows
+    weight = product.weight
     return torch.sparse_coo_tensor(
         rows[None], values.to(weight.dtype), weight.shape, is_coalesced=True, check_invariants=False
     )

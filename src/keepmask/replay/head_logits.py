@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from keepmask.head.pairs import wide
 from keepmask.replay.source import BLOCK_FLOATS, Block
 from keepmask.replay.support import Support
 
-__all__ = ["HeadGradients", "HeadLogits", "Products", "WeightGrad"]
+__all__ = ["HeadLogits", "HeadProduct", "Products", "WeightGrad"]
 
 Products = Literal["gather", "numba", "triton", "dense"]
 WeightGrad = Literal["dense", "accumulate", "sparse_rows", "none"]
@@ -25,114 +25,136 @@ WeightGrad = Literal["dense", "accumulate", "sparse_rows", "none"]
 _BLOCK_WEIGHTS = 2**23  # head entries converted at a time for whole rows: 32 MB of float32
 
 
-@dataclass(eq=False, kw_only=True)
-class HeadGradients:
-    """Where the gradients of a head go; None where one is not wanted."""
+@dataclass(eq=False)
+class HeadProduct:
+    """The products of T hidden states and V rows, formed only where they are asked for, and where gradients go.
 
-    hidden: Tensor | None = None
+    Gradients that are None are not wanted.
+    """
+
+    hidden: Tensor
+    """[T, E]."""
+    weight: Tensor
+    """[V, E]."""
+    impl: Products
+    max_pairs: int
+    """As in `pairs`."""
+    hidden_grad: Tensor | None = None
     """[T, E] of the type of the hidden states, any values: set by the backward over pairs, to 0 in other rows."""
-    full_hidden: Tensor | None = None
-    """[T, E] zeros in the type of the arithmetic, or `hidden`: rows scored on the whole vocabulary are added up."""
-    weight: Tensor | None = None
+    full_hidden_grad: Tensor | None = None
+    """[T, E] zeros in the type of the arithmetic, or `hidden_grad`: rows of the whole vocabulary are added up."""
+    weight_grad: Tensor | None = None
     """[V, E]: added to."""
-    bias: Tensor | None = None
-    """[V] zeros in the type of the arithmetic: added to."""
     wants_rows: bool = False
-    """In place of `weight`, find `weight_rows`."""
+    """In place of `weight_grad`, find `weight_rows`."""
     weight_rows: tuple[Tensor, Tensor] | None = None
-    """[U] int64 head rows, ascending, and their gradients [U, E]; found by the backward over pairs."""
+    """[U] int64 rows, ascending, and their gradients [U, E]; found by the backward over pairs."""
+
+    def at(self, rows: Tensor, support: Support, ids: Tensor) -> Tensor:
+        """[M]: those of the pairs of `support`, whose row a is token rows[a]. ids: [M], their rows of the weight."""
+        if self.impl == "dense":
+            order, index, _, _ = support.by_id
+            products = torch.empty(ids.numel(), dtype=wide(self.hidden.dtype), device=ids.device)
+            products[order] = pairs_dense.pair_logits(self.hidden, rows, self.weight, ids[order].long(), index)
+            return products
+        return pairs.pair_logits(
+            self.hidden, rows, self.weight, ids, support.offsets, support.row_index,
+            max_pairs=self.max_pairs, impl=self.impl,
+        )  # fmt: skip
+
+    def backward(
+        self, rows: Tensor, support: Support, ids: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Take in the gradient [M] of what `at` gave. by_row: as in `LogitSource.backward_pairs`."""
+        if self.impl == "dense":
+            order, index, _, _ = support.by_id
+            pairs_dense.pair_gradients(
+                grad[order], self.hidden, rows, self.weight, ids[order].long(), index,
+                out_hidden=self.hidden_grad, out_weight=self.weight_grad,
+            )  # fmt: skip
+        elif self.hidden_grad is not None and by_row is not None:
+            pairs.scale_rows(self.hidden_grad, rows, *by_row)
+        elif self.hidden_grad is not None:
+            pairs.hidden_gradient(
+                self.hidden_grad, rows, grad, self.weight, ids, support.offsets,
+                max_pairs=self.max_pairs, impl=self.impl,
+            )  # fmt: skip
+        if self.wants_rows or (self.weight_grad is not None and self.impl != "dense"):
+            self._weight_backward(rows, support, ids, grad)
+
+    def _weight_backward(self, rows: Tensor, support: Support, ids: Tensor, grad: Tensor) -> None:
+        """Sums over the pairs of each row of the weight, in the order of these rows."""
+        order, index, _, offsets = support.by_id
+        distinct = ids[order[offsets[:-1]]].long()
+        if self.wants_rows:
+            sums = pairs.weight_gradient_rows(grad, order, self.hidden, rows, index, offsets)
+            self.weight_rows = (distinct, sums)
+        elif self.weight_grad is not None:
+            impl = pairs.impl_for(self.impl, self.weight_grad)
+            pairs.add_weight_gradient(
+                self.weight_grad, distinct, grad, order, self.hidden, rows, index, offsets, impl=impl
+            )
 
 
 class HeadLogits:
-    """The logits of T tokens, formed only where they are asked for."""
+    """The logits of T tokens, formed only where they are asked for: `form` of the sum of some products and a bias."""
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
+        products: Sequence[HeadProduct],
         bias: Tensor | None,
         *,
         form: HeadForm,
         ids: range,
-        products: Products,
-        max_pairs: int,
-        gradients: HeadGradients | None = None,
+        bias_grad: Tensor | None = None,
     ) -> None:
-        """hidden: [T, E]. weight: [V, E], row i of token ids[i]. bias: [V]. max_pairs: as in `pairs`."""
-        self.hidden = hidden
-        self.weight = weight
+        """bias: [V]. ids: the token of each of the V rows. bias_grad: [V] zeros that the gradient is added to."""
+        self.products = products
         self.bias = bias
+        self.bias_grad = bias_grad
         self.form = form
         self.ids = ids
-        self.products = products
-        self.max_pairs = max_pairs
-        self.gradients = gradients or HeadGradients()
-        self.dtype = wide(hidden.dtype)
-        self.row_impl: RowImpl = "numba" if products == "numba" else "gather"
+        self.dtype = wide(products[0].hidden.dtype)
+        self.impl = products[0].impl
+        self.row_impl: RowImpl = "numba" if self.impl == "numba" else "gather"
 
     def score_pairs(
         self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
     ) -> PairScores:
         """`LogitSource.score_pairs`. The derivative comes with "triton" only, where it costs no other pass."""
         ids = self._head_rows(support.ids)
-        if self.products == "dense":
-            order, index, _, _ = support.by_id
-            products = torch.empty(ids.numel(), dtype=self.dtype, device=ids.device)
-            products[order] = pairs_dense.pair_logits(self.hidden, rows, self.weight, ids[order].long(), index)
-            logits = self.form.apply(products if self.bias is None else products + self.bias.to(self.dtype)[ids])
-            z = transforms.apply(logits).to(self.dtype)
-            stats = row_stats(z, support.row_index, support.offsets, positions, impl="gather")
-            return PairScores(logits, z, stats, None)
-        return score_pairs(
-            self.hidden, rows, self.weight, self.bias, ids, support.offsets, support.row_index, positions, self.form,
-            transforms, jacobian=jacobian and self.products == "triton", max_pairs=self.max_pairs, impl=self.products,
-        )  # fmt: skip
+        if self.impl == "triton":
+            hidden, weight = self.products[0].hidden, self.products[0].weight
+            return score_pairs(
+                hidden, rows, weight, self.bias, ids, support.offsets, support.row_index, positions, self.form,
+                transforms, jacobian=jacobian, max_pairs=self.products[0].max_pairs, impl="triton",
+            )  # fmt: skip
+        products = sum_of([product.at(rows, support, ids) for product in self.products])
+        logits = self.form.apply(products if self.bias is None else products + self.bias.to(self.dtype)[ids])
+        z = transforms.apply(logits).to(self.dtype)
+        stats = row_stats(z, support.row_index, support.offsets, positions, impl=self.row_impl)
+        return PairScores(logits, z, stats, None)
 
     def backward_pairs(
         self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
     ) -> None:
         """`LogitSource.backward_pairs`."""
         grad = self.form.backward(logits, grad)
-        out = self.gradients
-        if self.products == "dense":
-            self._dense_backward(rows, support, grad)
-        elif out.hidden is not None and by_row is not None:
-            pairs.scale_rows(out.hidden, rows, *by_row)
-        elif out.hidden is not None:
-            pairs.hidden_gradient(
-                out.hidden, rows, grad, self.weight, self._head_rows(support.ids), support.offsets,
-                max_pairs=self.max_pairs, impl=self.products,
-            )  # fmt: skip
-        if out.bias is not None or out.weight is not None or out.wants_rows:
-            self._head_backward(rows, support, grad)
+        ids = self._head_rows(support.ids)
+        for product in self.products:
+            product.backward(rows, support, ids, grad, by_row)
+        if self.bias_grad is not None:
+            order, _, _, offsets = support.by_id
+            self.bias_grad[ids[order[offsets[:-1]]].long()] += row_sums(grad[order], offsets).to(self.bias_grad.dtype)
 
     def blocks(self) -> Iterator[Block]:
         """`LogitSource.blocks`: slices of the head, each converted once."""
-        width = max(1, min(_BLOCK_WEIGHTS // self.weight.shape[1], BLOCK_FLOATS))
-        for start in range(0, self.weight.shape[0], width):
-            block = HeadBlock(self, slice(start, min(start + width, self.weight.shape[0])))
+        size = sum(product.weight.shape[1] for product in self.products)
+        width = max(1, min(_BLOCK_WEIGHTS // size, BLOCK_FLOATS))
+        for start in range(0, len(self.ids), width):
+            block = HeadBlock(self, slice(start, min(start + width, len(self.ids))))
             yield block
             block.flush()
-
-    def _head_backward(self, rows: Tensor, support: Support, grad: Tensor) -> None:
-        """The gradients of the weight and the bias: sums over the pairs of each id, in the order of the ids."""
-        out, (order, index, distinct, offsets) = self.gradients, support.by_id
-        ids = self._head_rows(distinct)
-        if out.bias is not None:
-            out.bias[ids] += row_sums(grad[order], offsets).to(out.bias.dtype)
-        if out.wants_rows:
-            sums = pairs.weight_gradient_rows(grad, order, self.hidden, rows, index, offsets)
-            out.weight_rows = (ids, sums)
-        elif out.weight is not None and self.products != "dense":
-            impl = pairs.impl_for(self.products, out.weight)
-            pairs.add_weight_gradient(out.weight, ids, grad, order, self.hidden, rows, index, offsets, impl=impl)
-
-    def _dense_backward(self, rows: Tensor, support: Support, grad: Tensor) -> None:
-        order, index, _, _ = support.by_id
-        pairs_dense.pair_gradients(
-            grad[order], self.hidden, rows, self.weight, self._head_rows(support.ids)[order].long(), index,
-            out_hidden=self.gradients.hidden, out_weight=self.gradients.weight,
-        )  # fmt: skip
 
     def _head_rows(self, ids: Tensor) -> Tensor:
         """The row of the head, or of this process's share of it, of each token id."""
@@ -148,30 +170,48 @@ class HeadBlock:
         self.ids = head.ids[rows]
         self._head = head
         self._rows = rows
-        self._weight = head.weight[rows].to(head.dtype)
-        self._weight_grad = torch.zeros_like(self._weight) if head.gradients.weight is not None else None
+        self._weights = [product.weight[rows].to(head.dtype) for product in head.products]
+        self._grads = [
+            None if product.weight_grad is None else torch.zeros_like(weight)
+            for product, weight in zip(head.products, self._weights, strict=True)
+        ]
 
     def logits(self, rows: Tensor) -> Tensor:
         """`Block.logits`."""
         head = self._head
-        products = pairs_dense.products(head.hidden[rows].to(head.dtype), self._weight)
+        products = sum_of(
+            [
+                pairs_dense.products(product.hidden[rows].to(head.dtype), weight)
+                for product, weight in zip(head.products, self._weights, strict=True)
+            ]
+        )
         if head.bias is not None:
             products += head.bias[self._rows].to(head.dtype)
         return head.form.apply(products)
 
     def backward(self, rows: Tensor, logits: Tensor, grad: Tensor) -> None:
         """`Block.backward`."""
-        head, out = self._head, self._head.gradients
+        head = self._head
         grad = head.form.backward(logits, grad)
-        if out.full_hidden is not None:
-            out.full_hidden[rows] += grad @ self._weight
-        if out.bias is not None:
-            out.bias[self._rows] += grad.sum(0)
-        if self._weight_grad is not None:
-            self._weight_grad.addmm_(grad.T, head.hidden[rows].to(head.dtype))
+        for product, weight, weight_grad in zip(head.products, self._weights, self._grads, strict=True):
+            if product.full_hidden_grad is not None:
+                product.full_hidden_grad[rows] += grad @ weight
+            if weight_grad is not None:
+                weight_grad.addmm_(grad.T, product.hidden[rows].to(head.dtype))
+        if head.bias_grad is not None:
+            head.bias_grad[self._rows] += grad.sum(0)
 
     def flush(self) -> None:
-        """Add what `backward` summed to the weight's gradient, rounding once."""
-        out = self._head.gradients.weight
-        if self._weight_grad is not None and out is not None:
-            out[self._rows] = (out[self._rows] + self._weight_grad).to(out.dtype)
+        """Add what `backward` summed to the weights' gradients, rounding once."""
+        for product, weight_grad in zip(self._head.products, self._grads, strict=True):
+            if weight_grad is not None and product.weight_grad is not None:
+                out = product.weight_grad
+                out[self._rows] = (out[self._rows] + weight_grad).to(out.dtype)
+
+
+def sum_of(parts: list[Tensor]) -> Tensor:
+    """Of one tensor or several, in place of the first."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total

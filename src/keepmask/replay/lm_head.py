@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
 from keepmask.errors import ConfigError, MaskError
-from keepmask.replay.logprobs import logprobs_from_hidden
+from keepmask.head.form import HeadForm
+from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
 from keepmask.replay.mask_store import FoundRows, MaskStore
+from keepmask.replay.policy_head import Head
 from keepmask.replay.replay_batch import ReplayBatch
 from keepmask.replay.scores import SupportScores
 
@@ -160,22 +162,18 @@ def _score_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[R] float32 each: log-probabilities, entropies, and the kept mass of some. hidden: [B * L, E]."""
     batch = rows.found.batch
-    scale = getattr(settings, "logit_scale", None) or 1.0
-    scale /= getattr(settings, "logits_scaling", None) or 1.0
-    softcap = getattr(settings, "final_logit_softcapping", None)
+    form = HeadForm.of(settings)
+    head = Head(weight, bias, form.softcap, form.scale)
 
     def scored(batch: ReplayBatch, places: Tensor, **options: Any) -> SupportScores:
         batch = batch.to(hidden.device)
         return logprobs_from_hidden(
             hidden[places.to(hidden.device)],
-            weight,
+            head,
             batch.targets,
             batch.support,
-            bias=bias,
-            softcap=softcap,
-            logit_scale=scale,
             transforms=batch.transforms,
-            members=False,
+            options=ScoreOptions(members=False),
             **options,
         )
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
-from keepmask.head.form import HeadForm
 from keepmask.head.pairs import numba_can_read, triton_can_read, wide
 from keepmask.mask import SamplingMask
 from keepmask.replay.autograd import HeadOptions, head_scores, table_scores
 from keepmask.replay.head_logits import Products, WeightGrad
 from keepmask.replay.parallel import VocabParallel, local_tensors
 from keepmask.replay.plan import OnEmpty, OnOutside, as_support, plan_rows
+from keepmask.replay.policy_head import Head
 from keepmask.replay.scores import SupportScores
 from keepmask.replay.scoring import Entropy, Job, ScoreTensors
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import TokenTransforms
 
-__all__ = ["Impl", "logprobs_from_hidden", "logprobs_from_logits"]
+__all__ = ["Impl", "ScoreOptions", "logprobs_from_hidden", "logprobs_from_logits"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +48,45 @@ def _not_traced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """How to score, and what to do with rows that cannot be."""
+
+    on_empty: OnEmpty = "full"
+    """What to do with an empty row (the whole vocabulary) inside the loss mask: score it on the whole vocabulary, leave
+    it out ("ignore"), or raise ("error")."""
+    on_outside: OnOutside = "error"
+    """"error" raises when a target is not in its row; "ignore" leaves such tokens out and says so in `row_status`."""
+    members: bool = True
+    """Whether to return `member_logprobs`; with a vocab-parallel head they cost an exchange of N floats."""
+    weight_grad: WeightGrad = "dense"
+    """"dense" gives autograd a [V, E] gradient; "accumulate" adds the rows that have one to `weight.main_grad` if there
+    is such a buffer, else to `weight.grad`, in place, and gives autograd nothing (hooks on the weight do not run);
+    "sparse_rows" gives a sparse COO gradient; "none" gives none."""
+    impl: Impl = "auto"
+    """"auto" chooses; "gather" is plain PyTorch on any device, "numba" compiled for the CPU, "triton" for GPUs, "dense"
+    three matrix products for supports of a good part of the vocabulary, "reference" the definition in float64 with all
+    logits."""
+    max_pairs: int | None = None
+    """How many head rows to convert to float32 at a time where they must be; None takes 16 MB worth."""
+
+    def __post_init__(self) -> None:
+        for name, legal in _LEGAL.items():
+            if (value := getattr(self, name)) not in legal:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(legal)}")
+        if self.max_pairs is not None and self.max_pairs < 1:
+            raise ValueError(f"max_pairs={self.max_pairs}: must be at least 1; None takes what fits in 16 MB")
+
+
+_LEGAL: dict[str, tuple[str, ...]] = {
+    "on_empty": get_args(OnEmpty),
+    "on_outside": get_args(OnOutside),
+    "weight_grad": get_args(WeightGrad),
+    "impl": get_args(Impl),
+}
+_DEFAULTS = ScoreOptions()
+
+
 @_not_traced
 def logprobs_from_logits(
     logits: Tensor,
@@ -55,12 +94,11 @@ def logprobs_from_logits(
     mask: SamplingMask | Support,
     *,
     transforms: TokenTransforms | None = None,
+    loss_mask: Tensor | None = None,
     entropy: Entropy = "none",
     ref_member_logprobs: Tensor | None = None,
-    on_empty: OnEmpty = "full",
-    on_outside: OnOutside = "error",
-    loss_mask: Tensor | None = None,
     full_log_normalizer: bool = False,
+    options: ScoreOptions = _DEFAULTS,
 ) -> SupportScores:
     """The same as `logprobs_from_hidden`, from raw logits that exist already.
 
@@ -74,9 +112,8 @@ def logprobs_from_logits(
     _check_length("logits", logits, targets)
     _check_device("logits", logits, targets=targets)
     job = _job(
-        targets, mask, logits.shape[1], wide(logits.dtype),
-        transforms=transforms, entropy=entropy, ref_member_logprobs=ref_member_logprobs, on_empty=on_empty,
-        on_outside=on_outside, loss_mask=loss_mask, full_log_normalizer=full_log_normalizer,
+        targets, mask, logits.shape[1], options, loss_mask, transforms=transforms, entropy=entropy,
+        ref_member_logprobs=_as_reference(ref_member_logprobs, logits), full_log_normalizer=full_log_normalizer,
     )  # fmt: skip
     return _named(table_scores(logits, job), job)
 
@@ -84,130 +121,86 @@ def logprobs_from_logits(
 @_not_traced
 def logprobs_from_hidden(
     hidden: Tensor,
-    weight: Tensor,
+    head: Head | Tensor,
     targets: Tensor,
     mask: SamplingMask | Support,
     *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rounding: Literal["bf16"] | None = None,
     transforms: TokenTransforms | None = None,
+    loss_mask: Tensor | None = None,
     entropy: Entropy = "none",
     ref_member_logprobs: Tensor | None = None,
-    on_empty: OnEmpty = "full",
-    on_outside: OnOutside = "error",
-    loss_mask: Tensor | None = None,
     full_log_normalizer: bool = False,
-    weight_grad: WeightGrad = "dense",
-    vocab_parallel: VocabParallel | None = None,
-    members: bool = True,
-    max_pairs: int | None = None,
-    impl: Impl = "auto",
+    options: ScoreOptions = _DEFAULTS,
 ) -> SupportScores:
     """Log-probabilities of drawn tokens, renormalised on their supports, without full-vocabulary logits.
 
-    With raw logits `l = logit_scale * cap(hidden @ weight.T + bias)`, cap(x) = softcap * tanh(x / softcap), this equals
-    `logprobs_from_logits(l, targets, mask, ...)`: but only the logits of the N (token, id) pairs in the mask are ever
-    formed. Rows of one id, and tokens outside the loss mask, cost nothing. Time and memory are linear in N and do not
-    depend on V, but for empty rows and for a fresh dense weight gradient.
+    Equals `logprobs_from_logits(head.logits(hidden), targets, mask, ...)`: but only the logits of the N (token, id)
+    pairs in the mask are ever formed. Rows of one id, and tokens outside the loss mask, cost nothing. Time and memory
+    are linear in N and do not depend on V, but for empty rows and for a fresh dense weight gradient.
 
     hidden: [T, E] float32, bfloat16, float16 or float64: the state that token t was drawn from.
-    weight: [V, E], bias: [V]: the head. Arithmetic is float32 throughout, float64 for float64 inputs.
+    head: a `Head`; or its weight [V, E], for a head that is nothing but this product. Arithmetic is float32
+        throughout, float64 for float64 inputs.
     targets: [T] int. mask: T rows; build a `Support` of it once when a batch is scored more than once.
-    logit_rounding: "bf16" rounds hidden @ weight.T + bias to bfloat16, as an engine with a bfloat16 head does; the
-        gradient passes straight through.
     transforms: what the sampler did to the logits (temperature, logit bias, penalties), replayed at the pairs.
+    loss_mask: [T] bool, the tokens to score; None scores all. Tokens that were not drawn belong outside.
     entropy: "value" for the entropy on the support, "grad" to differentiate it too.
     ref_member_logprobs: [N], the `member_logprobs` of a reference policy on the same mask with the same transforms;
         asks for `kl`, exact on the support. It is taken as a constant.
-    on_empty: what to do with an empty row (the whole vocabulary) inside the loss mask: score it on the whole
-        vocabulary, leave it out ("ignore"), or raise ("error"). Rows of tokens that were not drawn belong outside
-        the loss mask.
-    on_outside: "error" raises when a target is not in its row; "ignore" leaves such tokens out and says so in
-        `row_status`.
-    loss_mask: [T] bool, the tokens to score; None scores all.
     full_log_normalizer: also compute the log-normaliser over the whole vocabulary, which costs a dense product.
-    weight_grad: "dense" gives autograd a [V, E] gradient; "accumulate" adds the rows that have one to
-        `weight.main_grad` if there is such a buffer, else to `weight.grad`, in place, and gives autograd nothing (hooks
-        on the weight do not run); "sparse_rows" gives a sparse COO gradient; "none" gives none.
-    vocab_parallel: this process holds a share of the head (a DTensor sharded by rows says so itself, None then).
-    members: return `member_logprobs`; with vocab_parallel they cost an exchange of N floats.
-    max_pairs: how many head rows to convert to float32 at a time where they must be; None takes 16 MB worth.
-    impl: "auto" chooses; "gather" is plain PyTorch on any device, "numba" compiled for the CPU, "triton" for GPUs,
-        "dense" three matrix products for supports of a good part of the vocabulary, "reference" the definition in
-        float64 with all logits.
 
-    Raises MaskError, naming the rows, for a mask that is none of these targets or has rows the policies refuse, and
+    Raises MaskError, naming the rows, for a mask that is none of these targets or has rows the options refuse, and
     ValueError for tensors that do not fit together.
     """
-    parameter = weight
-    hidden, weight, bias, vocab_parallel = local_tensors(hidden, weight, bias, vocab_parallel)
-    vocab_size = weight.shape[0] if vocab_parallel is None else vocab_parallel.vocab_size
-    ids = range(vocab_size) if vocab_parallel is None else vocab_parallel.ids
-    _check_tensors(hidden, weight, bias, targets, len(ids))
+    head = head if isinstance(head, Head) else Head(head)
+    parameter = head.weight
+    hidden, weight, bias, parallel = local_tensors(hidden, head.weight, head.bias, head.vocab_parallel)
+    head = replace(head, bias=bias, vocab_parallel=parallel)
+    vocab_size = weight.shape[0] if parallel is None else parallel.vocab_size
+    ids = range(vocab_size) if parallel is None else parallel.ids
+    _check_tensors(hidden, weight, head, targets, len(ids))
     _check_length("hidden", hidden, targets)
-    form = HeadForm(softcap=softcap, scale=logit_scale, rounding=logit_rounding)
     job = _job(
-        targets, mask, vocab_size, wide(hidden.dtype),
-        transforms=transforms, entropy=entropy, ref_member_logprobs=ref_member_logprobs, on_empty=on_empty,
-        on_outside=on_outside, loss_mask=loss_mask, full_log_normalizer=full_log_normalizer, members=members,
-        vocab_parallel=vocab_parallel, jacobian=_wants_jacobian(hidden, entropy, ref_member_logprobs, vocab_parallel),
+        targets, mask, vocab_size, options, loss_mask, transforms=transforms, entropy=entropy,
+        ref_member_logprobs=_as_reference(ref_member_logprobs, hidden), full_log_normalizer=full_log_normalizer,
+        vocab_parallel=parallel, jacobian=_wants_jacobian(hidden, entropy, ref_member_logprobs, parallel),
     )  # fmt: skip
-    if impl == "reference":
-        if vocab_parallel is not None or weight_grad not in ("dense", "none"):
-            raise ValueError('impl="reference": takes a whole head, and weight_grad "dense" or "none"')
-        weight = weight.detach() if weight_grad == "none" else weight
-        return _reference(hidden, weight, bias, form, job)
-    if weight_grad not in ("dense", "accumulate", "sparse_rows", "none"):
-        raise ValueError(f"weight_grad={weight_grad!r}: must be dense, accumulate, sparse_rows or none")
-    if weight_grad == "accumulate" and not parameter.is_leaf and getattr(parameter, "main_grad", None) is None:
-        raise ValueError(
-            'weight_grad="accumulate": the weight is the result of another operation, so no one reads a gradient added '
-            'to it; pass the parameter itself, or use "dense"'
-        )
-    if weight_grad == "sparse_rows" and job.plan.full_rows.numel():
-        raise ValueError(
-            'weight_grad="sparse_rows": empty rows are scored on the whole vocabulary, so every row of the head gets a '
-            'gradient; use "dense" or "accumulate", or on_empty="ignore"'
-        )
-    options = HeadOptions(
-        form=form,
+    _check_weight_grad(parameter, job, options)
+    weight = weight.detach() if options.weight_grad == "none" else weight
+    if options.impl == "reference":
+        return _reference(hidden, replace(head, weight=weight), job)
+    how = HeadOptions(
+        form=head.form,
         ids=ids,
-        products=_products(impl, hidden, weight, job, vocab_size),
-        max_pairs=_max_pairs(max_pairs, weight.shape[1]),
-        weight_grad=weight_grad,
+        products=_products(options.impl, hidden, head, weight, job),
+        max_pairs=options.max_pairs or max(1, _CONVERTED_FLOATS // weight.shape[1]),
+        weight_grad=options.weight_grad,
         parameter=parameter,
     )
-    weight = weight.detach() if weight_grad == "none" else weight
-    return _named(head_scores(hidden, weight, bias, job, options), job)
+    return _named(head_scores(hidden, head, weight, job, how), job)
 
 
 def _job(
     targets: Tensor,
     mask: SamplingMask | Support,
     vocab_size: int,
-    dtype: torch.dtype,
+    options: ScoreOptions,
+    loss_mask: Tensor | None,
     *,
-    transforms: TokenTransforms | None,
     entropy: Entropy,
     ref_member_logprobs: Tensor | None,
-    on_empty: OnEmpty,
-    on_outside: OnOutside,
-    loss_mask: Tensor | None,
-    full_log_normalizer: bool,
-    members: bool = True,
-    vocab_parallel: VocabParallel | None = None,
-    jacobian: bool = False,
+    transforms: TokenTransforms | None,
+    **others: Any,
 ) -> Job:
-    if entropy not in ("none", "value", "grad"):
+    if entropy not in get_args(Entropy):
         raise ValueError(f"entropy={entropy!r}: must be none, value or grad")
     support = as_support(mask, targets, vocab_size)
     if transforms is not None and transforms.num_tokens != support.num_rows:
         raise ValueError(f"transforms are of {transforms.num_tokens} tokens, the mask of {support.num_rows}")
-    plan = plan_rows(support, targets, vocab_size, loss_mask=loss_mask, on_empty=on_empty, on_outside=on_outside)
+    plan = plan_rows(
+        support, targets, vocab_size, loss_mask=loss_mask, on_empty=options.on_empty, on_outside=options.on_outside
+    )
     if ref_member_logprobs is not None:
-        ref_member_logprobs = ref_member_logprobs.detach().to(dtype)
         if ref_member_logprobs.shape != (support.num_pairs,):
             raise ValueError(
                 f"ref_member_logprobs: must have one value for each of the {support.num_pairs} ids of the mask, got "
@@ -225,17 +218,29 @@ def _job(
         transforms=transforms,
         entropy=entropy,
         ref_member_logprobs=ref_member_logprobs,
-        members=members,
-        jacobian=jacobian,
-        full_log_normalizer=full_log_normalizer,
-        vocab_parallel=vocab_parallel,
+        members=options.members,
+        **others,
     )
 
 
-def _max_pairs(given: int | None, size: int) -> int:
-    if given is not None and given < 1:
-        raise ValueError(f"max_pairs={given}: must be at least 1; None takes what fits in 16 MB")
-    return max(1, _CONVERTED_FLOATS // size) if given is None else given
+def _as_reference(member_logprobs: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if member_logprobs is None else member_logprobs.detach().to(wide(like.dtype))
+
+
+def _check_weight_grad(parameter: Tensor, job: Job, options: ScoreOptions) -> None:
+    kind = options.weight_grad
+    if options.impl == "reference" and (job.vocab_parallel is not None or kind not in ("dense", "none")):
+        raise ValueError('impl="reference": takes a whole head, and weight_grad "dense" or "none"')
+    if kind == "accumulate" and not parameter.is_leaf and getattr(parameter, "main_grad", None) is None:
+        raise ValueError(
+            'weight_grad="accumulate": the weight is the result of another operation, so no one reads a gradient added '
+            'to it; pass the parameter itself, or use "dense"'
+        )
+    if kind == "sparse_rows" and job.plan.full_rows.numel():
+        raise ValueError(
+            'weight_grad="sparse_rows": empty rows are scored on the whole vocabulary, so every row of the head gets a '
+            'gradient; use "dense" or "accumulate", or on_empty="ignore"'
+        )
 
 
 def _wants_jacobian(
@@ -251,44 +256,37 @@ def _named(tensors: ScoreTensors, job: Job) -> SupportScores:
     return SupportScores(row_status=job.plan.status, **tensors._asdict())
 
 
-def _reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: HeadForm, job: Job) -> SupportScores:
+def _reference(hidden: Tensor, head: Head, job: Job) -> SupportScores:
     """The definition: all logits, in float64."""
-    products = hidden.double() @ weight.double().T
-    products = products if bias is None else products + bias.double()
-    if form.rounding is not None:
-        products = products + (products.detach().to(torch.bfloat16).double() - products.detach())
-        form = replace(form, rounding=None)
-    scores: dict[str, Tensor | None] = table_scores(form.apply(products), job)._asdict()
+    scores: dict[str, Tensor | None] = table_scores(head.logits(hidden.double()), job)._asdict()
     dtype = wide(hidden.dtype)
     narrowed: dict[str, Any] = {name: value if value is None else value.to(dtype) for name, value in scores.items()}
     return SupportScores(row_status=job.plan.status, **narrowed)
 
 
-def _products(impl: Impl, hidden: Tensor, weight: Tensor, job: Job, vocab_size: int) -> Products:
+def _products(impl: Impl, hidden: Tensor, head: Head, weight: Tensor, job: Job) -> Products:
     if impl == "numba" and not numba_can_read(hidden, weight):
         raise ValueError(
             'impl="numba": needs numba, and contiguous float32 or bfloat16 tensors on the CPU; use impl="auto"'
         )
-    if impl == "triton" and not triton_can_read(hidden, weight):
+    if impl == "triton" and (head.adapters or not triton_can_read(hidden, weight)):
         raise ValueError(
             'impl="triton": needs Triton, a GPU (or TRITON_INTERPRET=1), and float32, bfloat16 or float16 tensors with '
-            'contiguous rows; use impl="auto"'
+            'contiguous rows, and no adapters on the head; use impl="auto"'
         )
-    if impl in ("gather", "numba", "triton", "dense"):
-        return impl
     if impl != "auto":
-        raise ValueError(f"impl={impl!r}: must be auto, gather, numba, triton, dense or reference")
-    if weight.is_cuda and triton_can_read(hidden, weight):
+        return cast(Products, impl)
+    if weight.is_cuda and not head.adapters and triton_can_read(hidden, weight):
         return "triton"
     best: Products = "numba" if numba_can_read(hidden, weight) else "gather"
     active = job.plan.active.support
     converted = best == "gather" and weight.dtype != wide(weight.dtype)
     share = _DENSE_SHARE_CONVERTED if converted else _DENSE_SHARE[best]
-    wide_rows = active.num_pairs > share * active.num_rows * vocab_size
+    wide_rows = active.num_pairs > share * active.num_rows * head.vocab_size
     return "dense" if wide_rows and not weight.is_cuda else best
 
 
-def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_head_rows: int) -> None:
+def _check_tensors(hidden: Tensor, weight: Tensor, head: Head, targets: Tensor, num_head_rows: int) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [T, E] and weight [V, E], got {list(hidden.shape)} and {list(weight.shape)}; "
@@ -300,9 +298,11 @@ def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets:
         raise ValueError(
             f"weight has {weight.shape[0]} rows, but this process's share of the vocabulary is {num_head_rows} ids"
         )
-    if bias is not None and bias.shape != (num_head_rows,):
-        raise ValueError(f"bias: must be [{num_head_rows}], got {list(bias.shape)}")
-    _check_device("hidden", hidden, weight=weight, bias=bias, targets=targets)
+    if head.bias is not None and head.bias.shape != (num_head_rows,):
+        raise ValueError(f"bias: must be [{num_head_rows}], got {list(head.bias.shape)}")
+    if head.adapters and head.vocab_parallel is not None:
+        raise ValueError("adapters on a head that is spread over processes are not replayed; merge them, or gather it")
+    _check_device("hidden", hidden, weight=weight, bias=head.bias, targets=targets)
     if not hidden.is_floating_point() or not weight.is_floating_point() or wide(hidden.dtype) != wide(weight.dtype):
         raise ValueError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}: both must be floating point, and both or neither float64"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from keepmask.mask import SamplingMask
-from keepmask.replay.logprobs import logprobs_from_hidden
-from keepmask.replay.parallel import VocabParallel
+from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
 from keepmask.replay.plan import as_support, check_loss_mask
+from keepmask.replay.policy_head import Head
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import TokenTransforms
 
@@ -36,32 +35,27 @@ class MassOutside:
 @torch.no_grad()
 def estimate_mass_outside(
     hidden: Tensor,
-    weight: Tensor,
+    head: Head | Tensor,
     targets: Tensor,
     mask: SamplingMask | Support,
     *,
     num_samples: int,
     generator: torch.Generator,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rounding: Literal["bf16"] | None = None,
     transforms: TokenTransforms | None = None,
     loss_mask: Tensor | None = None,
-    vocab_parallel: VocabParallel | None = None,
 ) -> MassOutside:
     """Estimate the mass outside the supports, which the replayed objective cannot see, from `num_samples` tokens.
 
     Tokens are drawn evenly and without repetition from those in the loss mask, and their rows scored on the whole
     vocabulary as well: the cost is that of a dense product for so many rows. The error falls as 1 / sqrt(num_samples).
 
-    generator: on the CPU; with vocab_parallel, in the same state on every process. The rest as in
+    generator: on the CPU; with a head that is spread over processes, in the same state on each. The rest as in
     `logprobs_from_hidden`, which says what is raised. A mask without any token to score is a ValueError.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples}: must be at least 1")
-    vocab_size = weight.shape[0] if vocab_parallel is None else vocab_parallel.vocab_size
-    support = as_support(mask, targets, vocab_size)
+    head = head if isinstance(head, Head) else Head(head)
+    support = as_support(mask, targets, head.vocab_size)
     check_loss_mask(loss_mask, targets)
     candidates = torch.arange(len(support)) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
     if not candidates.numel():
@@ -70,17 +64,12 @@ def estimate_mass_outside(
     rows = candidates[chosen].sort().values.to(targets.device)
     scores = logprobs_from_hidden(
         hidden[rows],
-        weight,
+        head,
         targets[rows],
         support.select(rows),
-        bias=bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        logit_rounding=logit_rounding,
         transforms=None if transforms is None else transforms.select(rows),
         full_log_normalizer=True,
-        members=False,
-        vocab_parallel=vocab_parallel,
+        options=ScoreOptions(members=False),
     )
     assert scores.full_log_normalizer is not None
     values = -torch.expm1((scores.log_normalizer - scores.full_log_normalizer).clamp(max=0.0).double())

@@ -71,12 +71,6 @@ def plan_rows(
     on_outside: OnOutside,
 ) -> Plan:
     """Sort the rows by what they need. Raises MaskError, naming the rows, for what the policies do not allow."""
-    for name, value, legal in (
-        ("on_empty", on_empty, ("full", "ignore", "error")),
-        ("on_outside", on_outside, ("error", "ignore")),
-    ):
-        if value not in legal:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(legal)}")
     check_loss_mask(loss_mask, targets)
     key = (targets, loss_mask, on_empty, on_outside)
     plan = support.remember("plan", key, lambda: _plan(support, targets, loss_mask, on_empty, on_outside))

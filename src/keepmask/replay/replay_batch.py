@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from keepmask.replay.replay_processors import ReplayProcessor
 from keepmask.replay.support import Support
 from keepmask.replay.transforms import TokenTransforms
 from keepmask.replay.turns import LogprobsMode
-from keepmask.replay.views import PaddedBatch, Shard, boundaries, counts_in, pairs_of, scattered, spans_of
+from keepmask.replay.views import PaddedBatch, boundaries, counts_in, pairs_of, scattered, spans_of
 
-__all__ = ["ReplayBatch"]
+__all__ = ["ReplayBatch", "Shard"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -240,6 +240,14 @@ class ReplayBatch:
             room -= length
         return [self.select_sequences(group) for group in groups]
 
+    def packed(self) -> dict[str, Any]:
+        """What a model of transformers takes to read all sequences in one row: `model.model(**batch.packed())`.
+
+        input_ids and position_ids [1, T], from which attention tells the sequences apart, and no cache: with one, or
+        with an attention mask, tokens would see the sequences before theirs. For models whose layers are attention.
+        """
+        return {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None], "use_cache": False}
+
     def padded(self, *, pad_token_id: int = 0) -> PaddedBatch:
         """The tokens as [S, L], a sequence a row, padded on the right; the rows are the same."""
         width = max(self.lengths, default=0)
@@ -354,6 +362,16 @@ class ReplayBatch:
                 "first (whole[shard.rows] = values)"
             )
         return self.logit_positions + 1
+
+
+class Shard(NamedTuple):
+    """One rank's part of a batch under context parallelism, and where it comes from."""
+
+    batch: ReplayBatch
+    tokens: Tensor
+    """[T_local] int64: its tokens among those of the whole batch."""
+    rows: Tensor
+    """[R_local] int64: its rows among those of the whole batch; `whole[shard.rows] = values` puts them back."""
 
 
 def _transforms(packed: PackedRollouts, input_ids: Tensor) -> TokenTransforms:

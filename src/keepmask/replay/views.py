@@ -1,9 +1,9 @@
-"""Other forms of a `ReplayBatch`: padded tokens, and one rank's shard; and the index arithmetic behind them."""
+"""`PaddedBatch`, the tokens of a `ReplayBatch` padded, and the index arithmetic of batches."""
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,20 +11,7 @@ from torch import Tensor
 from keepmask.errors import MaskError
 from keepmask.replay.support import Support
 
-if TYPE_CHECKING:
-    from keepmask.replay.replay_batch import ReplayBatch
-
-__all__ = ["PaddedBatch", "Shard", "boundaries", "counts_in", "pairs_of", "scattered", "spans_of"]
-
-
-class Shard(NamedTuple):
-    """One rank's part of a batch under context parallelism, and where it comes from."""
-
-    batch: ReplayBatch
-    tokens: Tensor
-    """[T_local] int64: its tokens among those of the whole batch."""
-    rows: Tensor
-    """[R_local] int64: its rows among those of the whole batch; `whole[shard.rows] = values` puts them back."""
+__all__ = ["PaddedBatch", "boundaries", "counts_in", "pairs_of", "scattered", "spans_of"]
 
 
 class PaddedBatch(NamedTuple):
@@ -40,6 +27,15 @@ class PaddedBatch(NamedTuple):
     """[R] int64: `hidden.flatten(0, 1)[logit_positions]` for hidden [S, L, E]."""
     label_positions: Tensor
     """[R] int64: the place of the token each row scores."""
+
+    def inputs(self) -> dict[str, Tensor | bool]:
+        """What a model of transformers takes: `model.model(**batch.padded().inputs())`."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "use_cache": False,
+        }
 
     def to_tokens(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """[S, L]: each row's value at the token it scores, `fill` elsewhere. values: [R]. Differentiable."""
