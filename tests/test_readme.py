@@ -11,7 +11,7 @@ TABLES = README.parent / "bench" / "tables.py"
 
 
 @pytest.mark.e2e
-def test_the_twelve_lines_give_a_ratio_of_one(capsys):
+def test_the_python_gives_a_ratio_of_one(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     exec(compile(code, str(README), "exec"), {})
     ratio = float(re.search(r"tensor\((.*?)[,)]", capsys.readouterr().out.splitlines()[-1])[1])

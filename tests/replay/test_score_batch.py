@@ -109,7 +109,7 @@ def test_what_is_not_the_batchs_own_is_refused(model, batch):
         MaskError, match=r"neither of packed tokens, \[1, 27, E\], nor of padded ones, \[3, 12, E\], nor"
     ):
         score(batch, hidden[:, 1:], head)
-    with pytest.raises(TypeError, match="must be a .*Head, got Parameter"):
+    with pytest.raises(TypeError, match=r"must be a replay\.Head, got Parameter"):
         score(batch, hidden, model.lm_head.weight)
     with pytest.raises(MaskError, match="head has 49 rows, the batch was packed with vocab_size=50"):
         score(batch, hidden, Head(head.weight[:49]))
