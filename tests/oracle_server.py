@@ -27,13 +27,16 @@ class OracleServer:
     masks: "on", "asked" or "off". rules: broken ones, of "bias_last" (added after the temperature), "strict_top_k" (no
     ties), "stop_free" (min_tokens ignored), "output_only" (repetition does not see the prompt), "stray" (draws outside
     the row), "uneven" (rows of equal completions differ), "raw" (logprobs as of before any step), "greedy_refused",
-    "greedy_crashes".
+    "greedy_crashes", "silent" (it crashes without a word where masks are unbounded, as vLLM 0.32 does).
+    version: whether it tells what it is.
     broken: a function from path and parsed body to (status, text), or None to answer as usual.
     """
 
-    def __init__(self, *, semantics="vllm", noise=0.0, masks="on", rules=(), broken=None, tokenizer=False):
+    def __init__(
+        self, *, semantics="vllm", noise=0.0, masks="on", rules=(), broken=None, tokenizer=False, version=True
+    ):
         self.semantics, self.noise, self.masks, self.rules = semantics, noise, masks, set(rules)
-        self.broken, self.tokenizer = broken, tokenizer
+        self.broken, self.tokenizer, self.version = broken, tokenizer, version
         self.rng = np.random.default_rng(0)
         self.num_requests = 0
         self.headers = []
@@ -45,10 +48,15 @@ class OracleServer:
             protocol_version = "HTTP/1.1"
             wbufsize = 2**16  # head and body in one packet
 
+            def do_GET(self):
+                self.send(*engine.told(self.path))
+
             def do_POST(self):
                 engine.headers.append(dict(self.headers))
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                status, text = engine.answer(self.path, body)
+                self.send(*engine.answer(self.path, body))
+
+            def send(self, status, text):
                 content = text.encode()
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
@@ -73,6 +81,11 @@ class OracleServer:
         self._thread.join()
         self._server.server_close()
 
+    def told(self, path):
+        told = {"/v1/models": {"data": [{"owned_by": "oracle"}]}, "/version": {"version": "1.2"}}
+        told["/server_info"] = told["/version"]
+        return (200, json.dumps(told[path])) if path in told and self.version else (404, "{}")
+
     def answer(self, path, body):
         self.num_requests += 1
         if self.broken is not None and (fault := self.broken(path, body)) is not None:
@@ -92,6 +105,8 @@ class OracleServer:
         params["bad_words"] = [list(word.encode()) for word in params.get("bad_words", [])]
         if params["temperature"] == 0 and "greedy_refused" in self.rules:
             return 400, json.dumps({"error": {"message": "return_sampling_mask requires temperature > 0."}})
+        if (params["temperature"] == 0 or params["top_k"] == 0) and "silent" in self.rules:
+            return 500, json.dumps({"error": {"message": ""}})
         if params["temperature"] == 0 and "greedy_crashes" in self.rules:
             return 500, json.dumps({"error": {"message": "CUDA error"}})
         choices = []
@@ -104,16 +119,17 @@ class OracleServer:
                 for step in steps:
                     logprobs = self.logprobs(step)
                     top = sorted(logprobs, key=lambda token_id: -logprobs[token_id])[: params["logprobs"]]
-                    content.append({"top_logprobs": [{"token": f"token_id:{t}", "logprob": logprobs[t]} for t in top]})
+                    content.append({"top_logprobs": [{"token_id": t, "logprob": logprobs[t]} for t in top]})
                 choice["logprobs"] = {"content": content}
             choices.append(choice)
         return 200, json.dumps({"request_id": "r", "choices": choices})
 
     def sglang(self, body):
         params = {SGLANG_NAMES.get(name, name): value for name, value in body["sampling_params"].items()}
-        assert not {"bad_words", "allowed_token_ids"} & set(params)
+        assert not {"bad_words", "allowed_token_ids", "n"} & set(params)
         answers = []
-        for steps in self.complete(body["input_ids"], params):
+        assert len({tuple(prompt) for prompt in body["input_ids"]}) == 1
+        for steps in self.complete(body["input_ids"][0], {**params, "n": len(body["input_ids"])}):
             meta = {"finish_reason": {"type": "length"}, "output_token_sampling_mask_length": len(steps)}
             if body["return_sampling_mask"] and self.masks == "on":
                 # by probability, and the whole vocabulary listed
@@ -123,7 +139,7 @@ class OracleServer:
                     np.float32(s.logprobs[o]).tolist() for s, o in zip(steps, order, strict=True)
                 ]
             answers.append({"text": "", "output_ids": [step.token_id for step in steps], "meta_info": meta})
-        return 200, json.dumps(answers if params["n"] > 1 else answers[0])
+        return 200, json.dumps(answers)
 
     def tokenize(self, body):
         return 200, json.dumps({"tokens": list(body["prompt"].encode())})

@@ -73,7 +73,7 @@ def test_json_is_one_object(capsys):
     assert code == 1
     assert text.count("\n") == 1
     document = json.loads(text)
-    assert document["target"] == server.url
+    assert document["target"] == f"{server.url}, oracle 1.2"
     assert document["passed"] is False
     assert document["differing"]["vllm"] == SGLANG_NOT_VLLM
     assert [probe["name"] for probe in document["probes"]] == [probe.name for probe in PROBES]
@@ -95,9 +95,19 @@ def test_key_and_prompt_reach_the_server(capsys, monkeypatch):
     assert all(prompt is None or prompt[:2] == [9, 8] for prompt in prompts)
 
 
+def test_only_asks_what_it_is_told_to_in_the_order_of_the_page(capsys):
+    code, text = conform(capsys, "--only", "greedy", "top_p", "--semantics", "sglang", "--expect", "vllm", "--json")
+    assert code == 0
+    assert [probe["name"] for probe in json.loads(text)["probes"]] == ["top_p", "greedy"]
+    _, text = conform(capsys, "--only", "greedy")
+    assert "temperature" in text
+    assert "penalties" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--only", "top_k", "topp"], "--only topp: no such probe; there are top_k, top_k_tie,"),
         (["--api", "sglang"], "--api: belongs to a server; give its URL"),
         (["--eos-token-id", "2"], "--eos-token-id: belongs to a server"),
         (

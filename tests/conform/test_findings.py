@@ -50,7 +50,7 @@ def test_rows_say_which_profiles_they_follow_and_the_end_whether_it_is_the_expec
     text = printed(answering(as_sglang), "vllm")
     assert "NO: sglang hf" in next(line for line in text.splitlines() if "min_p_and_top_p" in line)
     flat = " ".join(text.split())
-    assert f"Of {len(PROBES)} probes that could be asked the target follows vllm in 33, sglang in 39, hf in 34." in flat
+    assert f"Of {len(PROBES)} probes that could be asked the target follows vllm in 34, sglang in 40, hf in 35." in flat
     assert "Expected vllm: NO, differs in top_p_tie, top_p_boundary, top_k_then_top_p," in flat
     assert "Expected sglang: yes." in printed(answering(as_sglang), "sglang")
     assert "Expected" not in printed(answering(as_sglang))

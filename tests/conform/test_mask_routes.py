@@ -52,8 +52,25 @@ def test_top_k_off_and_lengths_have_sglangs_names():
         server.broken = lambda path, body: bodies.append(body["sampling_params"])
         (drawn,) = route.draw(PROMPT, {**PARAMS, "top_k": 0, "min_tokens": 1})
     assert bodies[0]["top_k"] == -1
+    assert "n" not in bodies[0]
     assert (bodies[0]["max_new_tokens"], bodies[0]["min_new_tokens"]) == (2, 1)
     assert drawn.rows == [[token_id for token_id in range(256) if token_id != EOS], list(range(256))]
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"min_p": 0.1}])
+def test_sglang_is_given_a_wide_top_k_beside_another_filter(change):
+    bodies = []
+    with OracleServer() as server, JsonClient(server.url) as client:
+        route = SglangRoute(client, PROMPT)
+        server.broken = lambda path, body: bodies.append(body["sampling_params"])
+        route.draw(PROMPT, {**PARAMS, "top_k": 0, **change})
+    assert bodies[0]["top_k"] == 4096
+
+
+@pytest.mark.parametrize("version", [True, False])
+def test_the_engine_is_named_with_its_version_where_it_tells(route_type, version):
+    with OracleServer(version=version) as server, JsonClient(server.url) as client:
+        assert route_type(client, PROMPT).engine() == ("oracle 1.2" if version else "")
 
 
 def test_masks_are_asked_for_where_they_do_not_come_by_themselves():
@@ -120,7 +137,7 @@ def test_readings_that_are_not_there_are_named():
     with OracleServer() as server, JsonClient(server.url) as client:
         route = VllmRoute(client, PROMPT)
         server.broken = lambda path, body: (200, '{"choices": [{"token_ids": [1], "logprobs": null}]}')
-        with pytest.raises(BackendError, match="logprobs=20 did not bring top_logprobs"):
+        with pytest.raises(BackendError, match="logprobs=20 did not bring top_logprobs, each with its token_id"):
             route.read(PROMPT, {})
 
 

@@ -33,8 +33,8 @@ def notes(report):
 
 def test_what_the_vllm_contract_refuses_is_refused_and_the_rest_follows_vllm(keepmask_server):
     report = asked(keepmask_server(sampling_mask_contract="vllm"))
-    assert with_status(report, "refused") == ["top_p", "no_truncation", "greedy", "greedy_tie"]
-    assert "requires top_k > 0" in notes(report)["top_p"]
+    assert with_status(report, "refused") == ["top_p_alone", "no_truncation", "greedy", "greedy_tie"]
+    assert "requires top_k > 0" in notes(report)["top_p_alone"]
     assert "requires temperature > 0" in notes(report)["greedy"]
     assert report.num_asked == len(PROBES) - 4
     assert report.passed("vllm")
@@ -98,6 +98,24 @@ def test_what_an_engine_refuses_is_not_held_against_it():
         report = asked(server.url, names=["greedy", "greedy_tie", "top_k"])
     assert with_status(report, "refused") == ["greedy", "greedy_tie"]
     assert report.passed("vllm")
+
+
+def test_a_server_error_without_a_word_is_a_refusal_where_the_engine_documents_one():
+    with OracleServer(rules=["silent"], tokenizer=True) as server:
+        report = asked(server.url)
+    assert with_status(report, "refused") == ["top_p_alone", "no_truncation", "greedy", "greedy_tie"]
+    assert notes(report)["greedy"].startswith("500 without a word: vLLM documents")
+    assert report.passed("vllm")
+
+
+def test_a_server_error_without_a_word_is_a_failure_anywhere_else():
+    def crashing(path, body):
+        return (500, '{"error": {"message": ""}}') if body["sampling_params"].get("top_k") == 2 else None
+
+    with OracleServer(broken=crashing) as server:
+        (result,) = asked(server.url, names=["top_k"]).results
+    assert result.seen.status == "failed"
+    assert "500, without a word; the server's log has the details" in result.seen.note
 
 
 def test_logits_that_are_not_the_same_twice_flip_no_row_and_pass_for_no_tie():

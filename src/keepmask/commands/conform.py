@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rich.console import Console
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "have each question's distribution by logit_bias; without one it is the sampler of this package."
     )
     parser.add_argument("url", nargs="?", metavar="URL", help="a server, such as http://127.0.0.1:8000")
+    parser.add_argument("--only", nargs="+", metavar="PROBE", help="ask these probes, and none of the others")
     parser.add_argument("--expect", choices=PROFILES, help="exit with 1 where the engine does not follow this profile")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
     parser.add_argument(
@@ -50,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    report = _in_process(args) if args.url is None else _over_http(args)
+    probes = _chosen(args.only)
+    report = _in_process(args, probes) if args.url is None else _over_http(args, probes)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict(args.expect)) + "\n")
     else:
@@ -59,16 +62,24 @@ def run(args: argparse.Namespace) -> int:
     return 0 if args.expect is None or report.passed(args.expect) else 1
 
 
-def _in_process(args: argparse.Namespace) -> Report:
+def _chosen(names: Sequence[str] | None) -> Sequence[Probe]:
+    """The probes of these names, in their own order; all without names."""
+    known = [probe.name for probe in PROBES]
+    if unknown := sorted(set(names or ()) - set(known)):
+        raise ConfigError(f"--only {' '.join(unknown)}: no such probe; there are {', '.join(known)}")
+    return [probe for probe in PROBES if names is None or probe.name in names]
+
+
+def _in_process(args: argparse.Namespace, probes: Sequence[Probe]) -> Report:
     for name in ("api", "api_key", "prompt_token_ids", "eos_token_id"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: belongs to a server; give its URL, or leave it out")
     from keepmask.conform.in_process import InProcessTarget
 
-    return _ask(InProcessTarget(args.semantics or "vllm"))
+    return _ask(InProcessTarget(args.semantics or "vllm"), probes)
 
 
-def _over_http(args: argparse.Namespace) -> Report:
+def _over_http(args: argparse.Namespace, probes: Sequence[Probe]) -> Report:
     if args.semantics is not None:
         raise ConfigError("--semantics: chooses the profile of the sampler in this process; leave it or the URL out")
     if not args.timeout > 0:
@@ -81,16 +92,17 @@ def _over_http(args: argparse.Namespace) -> Report:
     key = args.api_key or os.environ.get(_KEY_VARIABLE) or None
     with JsonClient(args.url, api_key=key, timeout_s=args.timeout) as client:
         route: Route = (SglangRoute if args.api == "sglang" else VllmRoute)(client, prompt)
-        return _ask(HttpTarget(client.url, route, prompt=prompt, eos_token_id=args.eos_token_id))
+        name = f"{client.url}, {engine}" if (engine := route.engine()) else client.url
+        return _ask(HttpTarget(name, route, prompt=prompt, eos_token_id=args.eos_token_id), probes)
 
 
-def _ask(target: Target) -> Report:
-    """All probes, with a line on the terminal that says which is being asked."""
+def _ask(target: Target, probes: Sequence[Probe]) -> Report:
+    """The report, with a line on the terminal that says which probe is being asked."""
     console = Console(stderr=True)
     with ExitStack() as stack:
         status = stack.enter_context(console.status("asking"))
 
         def on_progress(probe: Probe) -> None:
-            status.update(f"asking {probe.name}")
+            status.update(f"asking {probe.name} ({probes.index(probe) + 1} of {len(probes)})")
 
-        return run_probes(target, PROBES, on_progress=on_progress)
+        return run_probes(target, probes, on_progress=on_progress)

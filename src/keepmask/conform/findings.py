@@ -25,11 +25,13 @@ def page(report: Report, expect: str | None = None) -> RenderableType:
     for name in ("probe", "", *PROFILES, "target", "follows"):
         table.add_column(name, no_wrap=True)
     for group, probes in GROUPS.items():
-        table.add_row(Text(group, style="bold"))
-        for probe in probes:
-            if result := results.get(probe.name):
-                expected = (support_text(probe.expected(profile)) for profile in PROFILES)
-                table.add_row(f"  {probe.name}", probe.rule, *expected, _seen(result.seen), _follows(result, expect))
+        asked = [results[probe.name] for probe in probes if probe.name in results]
+        if asked:
+            table.add_row(Text(group, style="bold"))
+        for result in asked:
+            expected = (support_text(result.probe.expected(profile)) for profile in PROFILES)
+            name, rule = f"  {result.probe.name}", result.probe.rule
+            table.add_row(name, rule, *expected, _seen(result.seen), _follows(result, expect))
     return Group(table, *map(Text, _summary(report, expect)))
 
 

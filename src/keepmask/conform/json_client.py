@@ -11,7 +11,7 @@ import httpx
 
 from keepmask.errors import BackendError
 
-__all__ = ["CrashedError", "JsonClient", "NotFoundError", "RefusedError"]
+__all__ = ["CrashedError", "JsonClient", "NotFoundError", "RefusedError", "SilentError"]
 
 _MAX_SHOWN = 300  # characters of a server's own words in an error
 
@@ -26,6 +26,10 @@ class NotFoundError(BackendError):
 
 class CrashedError(BackendError):
     """The server failed at this request: 500 and above, or something that is no answer."""
+
+
+class SilentError(CrashedError):
+    """The server failed and its answer says nothing about it."""
 
 
 class JsonClient:
@@ -57,11 +61,18 @@ class JsonClient:
     ) -> None:
         self._client.close()
 
+    def get(self, path: str) -> Any:
+        """The parsed answer to a GET."""
+        return self._parsed("GET", path, None)
+
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The parsed answer to a POST of `body`."""
+        return self._parsed("POST", path, body)
+
+    def _parsed(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         where = f"{self.url}{path}"
         try:
-            response = self._client.post(where, json=body)
+            response = self._client.request(method, where, json=body)
         except httpx.TimeoutException as error:
             raise BackendError(
                 f"{where}: no answer within {self._timeout_s:g} s; raise --timeout, or try when the server is less busy"
@@ -92,7 +103,8 @@ def _refusal(where: str, response: httpx.Response) -> BackendError:
         return BackendError(f"{where}: {status}, {said}; try again when the server is ready and less busy")
     if 300 <= status < 400:
         return BackendError(f"{where}: {status}, redirects to {response.headers.get('location')}; give that address")
-    return CrashedError(f"{where}: {status}, {said}; the server's log has the details")
+    kind = CrashedError if said else SilentError
+    return kind(f"{where}: {status}, {said or 'without a word'}; the server's log has the details")
 
 
 def _message(response: httpx.Response) -> str:
@@ -104,6 +116,7 @@ def _message(response: httpx.Response) -> str:
     if isinstance(body, dict):
         error = body.get("error")
         body = (error.get("message") if isinstance(error, dict) else error) or body.get("message") or body.get("detail")
+        body = body or ""
     said = body if isinstance(body, str) else json.dumps(body)
     said = " ".join(said.split())
     return said if len(said) <= _MAX_SHOWN else f"{said[:_MAX_SHOWN]}..."

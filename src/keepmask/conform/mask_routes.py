@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from keepmask.conform.json_client import JsonClient, NotFoundError, RefusedError
+from keepmask.conform.json_client import JsonClient, NotFoundError, RefusedError, SilentError
 from keepmask.errors import BackendError, MaskError
 from keepmask.outputs import Rollout
+from keepmask.params import GREEDY_TEMPERATURE
 from keepmask.wire.peers import rollouts_from_sglang, rollouts_from_vllm
 
 __all__ = ["NUM_READ", "Drawn", "Route", "SglangRoute", "VllmRoute", "Word"]
@@ -24,6 +25,8 @@ _MASKS_ON = (
     "start the server so that it returns masks: vllm serve MODEL --return-sampling-mask --logprobs-mode "
     "processed_logprobs, or keepmask serve MODEL --logprobs-mode processed_logprobs"
 )
+_WIDEST = 4096  # SGLang's --sampling-mask-max-tokens unless told otherwise
+_SILENT = "500 without a word: vLLM documents masks with temperature 0, or without a top_k, as refused"
 _SGLANG = "return_sampling_mask with sampling_logprobs_mode='support' needs SGLang 0.5.20 or later"
 
 
@@ -51,6 +54,10 @@ class Route(Protocol):
     @property
     def unknown(self) -> frozenset[str]:
         """Sampling parameters this route does not have."""
+        ...
+
+    def engine(self) -> str:
+        """What answers, and which version of it, such as "vllm 0.32.0"; "" where it does not tell."""
         ...
 
     def draw(self, prompt: Sequence[int], params: Mapping[str, Any]) -> list[Drawn]:
@@ -86,19 +93,29 @@ class VllmRoute:
             if not self._gives_masks(prompt):
                 raise BackendError(f"{self._where}: answers without sampling_mask; {_MASKS_ON}")
 
+    def engine(self) -> str:
+        """`/v1/models` tells whose the server is, `/version` which version."""
+        return _engine(self._client, "/version")
+
     def draw(self, prompt: Sequence[int], params: Mapping[str, Any]) -> list[Drawn]:
         """The completions."""
-        return [_drawn(self._where, rollout) for rollout in self._rollouts(prompt, params)]
+        try:
+            return [_drawn(self._where, rollout) for rollout in self._rollouts(prompt, params)]
+        except SilentError:
+            unbounded = params["temperature"] < GREEDY_TEMPERATURE or params["top_k"] <= 0
+            if unbounded and self._gives_masks(prompt):  # it has not broken down
+                raise RefusedError(_SILENT) from None
+            raise
 
     def read(self, prompt: Sequence[int], params: Mapping[str, Any]) -> dict[int, float]:
-        """`logprobs.content[0].top_logprobs`, whose tokens are named "token_id:<id>"."""
+        """`logprobs.content[0].top_logprobs`, whose tokens are named by `token_id`."""
         answer = self._post(prompt, {**_READ, "logprobs": NUM_READ, **params})
         try:
             top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            return _likeliest({int(entry["token"].removeprefix("token_id:")): float(entry["logprob"]) for entry in top})
+            return _likeliest({int(entry["token_id"]): float(entry["logprob"]) for entry in top})
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise BackendError(
-                f"{self._where}: logprobs={NUM_READ} did not bring top_logprobs with tokens named token_id:<id>"
+                f"{self._where}: logprobs={NUM_READ} did not bring top_logprobs, each with its token_id"
             ) from error
 
     def word(self, token_ids: Sequence[int]) -> Word | None:
@@ -163,6 +180,10 @@ class SglangRoute:
         except RefusedError as error:
             raise BackendError(f"{self._where}: refused a plain request: {error}; {_SGLANG}") from error
 
+    def engine(self) -> str:
+        """`/v1/models` tells whose the server is, `/server_info` which version."""
+        return _engine(self._client, "/server_info")
+
     def draw(self, prompt: Sequence[int], params: Mapping[str, Any]) -> list[Drawn]:
         """The completions."""
         return [_drawn(self._where, rollout) for rollout in self._rollouts(prompt, params)]
@@ -179,21 +200,29 @@ class SglangRoute:
         return None
 
     def _rollouts(self, prompt: Sequence[int], params: Mapping[str, Any]) -> list[Rollout]:
-        renamed = {self._NAMES.get(name, name): value for name, value in params.items()}
+        renamed = {self._NAMES.get(name, name): value for name, value in params.items() if name != "n"}
         if renamed["top_k"] == 0:
-            renamed["top_k"] = -1  # SGLang's way to switch it off
+            # SGLang's way to switch it off; masks with top_p or min_p alone it refuses, but for a top_k this wide
+            renamed["top_k"] = _WIDEST if renamed["top_p"] < 1 or renamed["min_p"] > 0 else -1
         body = {
-            "input_ids": list(prompt),
+            "input_ids": [list(prompt)] * params["n"],  # n completions of one prompt are a 500 with masks
             "sampling_params": renamed,
             "return_sampling_mask": True,
             "sampling_logprobs_mode": "support",
         }
-        answer = self._client.post(self._PATH, body)
-        answers = answer if isinstance(answer, list) and answer else [answer]  # n > 1 makes it a list
+        answers = self._client.post(self._PATH, body)
         try:
             return [rollouts_from_sglang(one, prompt_token_ids=np.asarray(prompt, np.int32))[0] for one in answers]
-        except (AttributeError, MaskError) as error:
+        except (AttributeError, MaskError, TypeError) as error:
             raise BackendError(f"{self._where}: an answer that cannot be used: {error}") from error
+
+
+def _engine(client: JsonClient, version_path: str) -> str:
+    try:
+        (owner, *_) = {model["owned_by"] for model in client.get("/v1/models")["data"]}
+        return f"{owner} {client.get(version_path)['version']}"
+    except (BackendError, KeyError, TypeError, ValueError):
+        return ""
 
 
 def _likeliest(logprobs: Mapping[int, float]) -> dict[int, float]:

@@ -111,6 +111,13 @@ _ONE_FILTER = (
         name="top_p",
         rule="ids up to the one that reaches it stay",
         wanted=(0.5, 0.3, 0.15, 0.05),
+        params={"top_p": 0.7},
+        vllm=(0, 1),
+    ),
+    Probe(
+        name="top_p_alone",
+        rule="without a top_k too",
+        wanted=(0.5, 0.3, 0.15, 0.05),
         params={"top_p": 0.7, "top_k": 0},
         vllm=(0, 1),
     ),
@@ -178,11 +185,12 @@ _ONE_FILTER = (
 )
 
 _TOGETHER = (
-    # Before the ids: 0, .4, .7, .9.
+    # Before the ids: 0, .42, .7, .9. vLLM's kernel halves the range of probabilities until it finds the cut, and loses
+    # an id whose probability is where it halves (of .4 .3 .2 .1 the .3); .28 is not.
     Probe(
         name="top_k_and_top_p",
         rule="top_p cuts inside a wide window",
-        wanted=_FOUR,
+        wanted=(0.42, 0.28, 0.2, 0.1),
         params={"top_k": WIDE, "top_p": 0.55},
         vllm=(0, 1),
     ),
@@ -246,13 +254,13 @@ _TEMPERATURE = (
         params={"temperature": 0.5, "min_p": 0.2},
         vllm=(0, 1),
     ),
-    # The bias puts slot 1 ahead by .59; a quarter of that is .15, so slot 0 is .86 of it. Were the bias added after the
-    # division, it would be .41 of it.
+    # The bias puts slot 1 ahead by .59; half of that is .3, so slot 0 is .74 of it. Were the bias added after the
+    # division, it would be .45 of it. vLLM takes temperatures of at most 2.
     Probe(
         name="temperature_bias",
         rule="divides after logit_bias is added",
         wanted=(0.6, 0.4),
-        params={"temperature": 4.0, "logit_bias": {1: 1.0}, "min_p": 0.6},
+        params={"temperature": 2.0, "logit_bias": {1: 1.0}, "min_p": 0.6},
         vllm=(0, 1),
     ),
     Probe(
