@@ -10,11 +10,50 @@ from pydantic.fields import FieldInfo
 from keepmask.errors import ConfigError
 from keepmask.params import MAX_LOGPROBS, SamplingSemantics, plain
 
-__all__ = ["EngineConfig", "LogprobsMode", "SamplingMaskContract"]
+__all__ = ["EngineConfig", "LogprobsMode", "SamplingMaskContract", "SpeculativeConfig"]
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SamplingMaskContract = Literal["exact", "vllm"]
 TokenId = Annotated[int, Field(ge=0)]
+
+
+class SpeculativeConfig(BaseModel):
+    """Frozen configuration of speculation, with vLLM's names where it has them. It never changes what is drawn.
+
+    Raises ConfigError naming the field, the rule and the remedy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    method: Literal["ngram", "siblings", "history"]
+    """What the next tokens are guessed by: the prompt and the completion itself, also its siblings, also the past."""
+    num_speculative_tokens: int = Field(8, ge=1, le=64)
+    """Most tokens guessed at a time; fewer are where more would not pay."""
+    prompt_lookup_min: int = Field(2, ge=1, le=64)
+    """How many of the latest tokens must agree with a place for what followed it to be a guess."""
+    prompt_lookup_max: int = Field(8, ge=1, le=64)
+    """How many of the latest tokens are compared to tell places apart."""
+    rollouts: list[str] = Field(default_factory=list)
+    """Rollout files of earlier epochs, for method history."""
+    max_history_bytes: int = Field(256 * 2**20, ge=0)
+    """Memory for tokens of earlier completions, four bytes each; the prompts used longest ago are forgotten first."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _config_error(error, type(self).model_fields) from None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min}: must not be above "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        if self.rollouts and self.method != "history":
+            raise ConfigError(f"rollouts: are for method='history', not method={self.method!r}")
+        return self
 
 
 class EngineConfig(BaseModel):
@@ -67,6 +106,8 @@ class EngineConfig(BaseModel):
     """Tokens that open the thinking span, for requests with a thinking_token_budget."""
     thinking_end_token_ids: list[TokenId] = Field(default_factory=list)
     """Tokens that close the thinking span, forced once the budget is spent."""
+    speculative_config: SpeculativeConfig | None = None
+    """Guess tokens and verify several in one forward: the same draws in fewer steps."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
 
@@ -82,6 +123,11 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 f"return_sampling_mask=True with logprobs_mode={self.logprobs_mode!r}: a mask and its log-probs must "
                 "share one normaliser; set logprobs_mode='processed_logprobs'"
+            )
+        if self.speculative_config is not None and self.sampling_mask_contract == "vllm":
+            raise ConfigError(
+                "speculative_config with sampling_mask_contract='vllm': vLLM has no masks under speculation; "
+                "set sampling_mask_contract='exact', or leave speculative_config out"
             )
         if bool(self.thinking_start_token_ids) != bool(self.thinking_end_token_ids):
             raise ConfigError("thinking_start_token_ids and thinking_end_token_ids: give both or neither")

@@ -60,6 +60,6 @@ def _kind(annotation: Any, name: str) -> dict[str, Any]:
     if origin in (list, tuple):
         item = get_args(annotation)[0]
         return {"type": item, "nargs": "+", "metavar": metavar.removesuffix("S")}
-    if origin is dict:
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return {"type": json.loads, "metavar": "JSON"}
     return {"type": annotation, "metavar": metavar}

@@ -16,10 +16,11 @@ from keepmask.config import EngineConfig
 from keepmask.engine.admission import Admission
 from keepmask.engine.kvcache import BlockPool, prefix_hashes
 from keepmask.engine.loading import eos_token_ids, load_tokenizer, unmapped_token_ids
-from keepmask.engine.model_runner import ModelRunner
+from keepmask.engine.model_runner import LMHead, ModelRunner
 from keepmask.engine.output_builder import OutputBuilder
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.scheduler import ScheduledChunk, Scheduler
+from keepmask.engine.speculation import speculation_of
 from keepmask.engine.weights import WeightStage, checksums, randomize
 from keepmask.errors import RequestError
 from keepmask.forward.forward_batch import ForwardBatch
@@ -43,6 +44,10 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     num_generated_tokens: int
+    num_draft_tokens: int
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int
+    """Those of them that were drawn."""
 
 
 class Engine:
@@ -79,8 +84,12 @@ class Engine:
             self.sampler, self.tokenizer, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len
         )
         self._pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self._speculation = speculation_of(config, self.runner)
         self._scheduler = Scheduler(
-            self._pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            self._pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            speculation=self._speculation,
         )
         self._outputs = OutputBuilder(self.tokenizer)
         self._requests: dict[str, Request] = {}
@@ -109,6 +118,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
+            num_draft_tokens=self._speculation.num_drafted if self._speculation is not None else 0,
+            num_accepted_tokens=self._speculation.num_accepted if self._speculation is not None else 0,
         )
 
     def resolve(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
@@ -162,6 +173,8 @@ class Engine:
             request.prompt_logprobs = [None]
         self._requests[request_id] = request
         self._scheduler.add(request)
+        if self._speculation is not None:
+            self._speculation.begin(request)
         return request
 
     def output(self, request: Request) -> RequestOutput:
@@ -180,7 +193,7 @@ class Engine:
                 if completion.state is not State.FINISHED:
                     completion.finish("abort")
                     self._scheduler.remove(completion)
-            del self._requests[request.request_id]
+            self._forget(request)
         return aborted
 
     def reset_prefix_cache(self) -> None:
@@ -238,23 +251,49 @@ class Engine:
         batch = self.runner.lay_out(plan.chunks)
         hidden = self.runner.forward(batch, plan.copies)
         self._score_prompts(batch, hidden)
-        if not batch.drawing:
-            for chunk in batch.chunks:
-                self._scheduler.computed(chunk)
-            return []
-        drawing = [batch.chunks[at].completion for at in batch.drawing]
-        sampled = self.sampler.sample(
-            self.runner.head(hidden[batch.draw_rows]), [completion.row for completion in drawing]
-        )
         for chunk in batch.chunks:
             self._scheduler.computed(chunk)
-        for at, completion in enumerate(drawing):
-            self._accept(completion, sampled, at)
-        touched = dict.fromkeys(completion.request for completion in drawing)
+        if not batch.rounds:
+            return []
+        self._draw(batch, self.runner.head(hidden[batch.draw_rows]))
+        touched = dict.fromkeys(batch.chunks[at].completion.request for at in batch.rounds[0])
         for request in touched:
             if request.finished:
-                del self._requests[request.request_id]
+                self._forget(request)
         return list(touched)
+
+    def _draw(self, batch: ForwardBatch[ScheduledChunk], head: LMHead) -> None:
+        """Draw the next token of each chunk that has one, and go on with those whose draw is what was guessed.
+
+        Each round draws one token a completion, with all that the tokens before it changed: penalties, bans, stops.
+        """
+        num_before = {at: len(batch.chunks[at].completion.token_ids) for at in batch.rounds[0]}
+        first, verified = 0, set(num_before)
+        for number, chunks in enumerate(batch.rounds):
+            drawing = [(first + row, at) for row, at in enumerate(chunks) if at in verified]
+            first += len(chunks)
+            if not drawing:
+                break
+            rows = [row for row, _ in drawing]
+            completions = [batch.chunks[at].completion for _, at in drawing]
+            sampled = self.sampler.sample(head.take(rows), [completion.row for completion in completions])
+            for index, (_, at) in enumerate(drawing):
+                completion, draft = completions[index], batch.chunks[at].draft
+                self._accept(completion, sampled, index)
+                if completion.state is State.FINISHED or draft[number : number + 1] != completion.token_ids[-1:]:
+                    verified.discard(at)
+                else:  # the token's keys and values are in the cache already
+                    completion.num_computed += 1
+        if self._speculation is not None:
+            for at, count in num_before.items():
+                completion = batch.chunks[at].completion
+                self._speculation.committed(completion, batch.chunks[at].draft, len(completion.token_ids) - count)
+
+    def _forget(self, request: Request) -> None:
+        """The request has ended."""
+        del self._requests[request.request_id]
+        if self._speculation is not None:
+            self._speculation.end(request)
 
     def _accept(self, completion: Completion, sampled: SampledBatch, at: int) -> None:
         """Commit what was drawn for the completion, or end it."""
@@ -294,7 +333,7 @@ class Engine:
         for chunk in batch.chunks:
             request, start = chunk.completion.request, chunk.completion.num_computed
             rows = hidden[begin : begin + chunk.num_tokens]
-            begin += chunk.num_tokens
+            begin += chunk.num_rows
             known = request.prompt_logprobs
             if known is None or len(known) == len(request.prompt_token_ids):
                 continue

@@ -42,11 +42,22 @@ class LMHead:
     hidden: [B, E]. Satisfies `keepmask.sampling.Head`.
     """
 
-    def __init__(self, hidden: Tensor, linear: Linear, form: HeadForm) -> None:
-        self._hidden, self._weight, self._bias, self._form = hidden, linear.weight, linear.bias, form
-        products = linear(hidden)
-        # Transformed in float32, so that half-precision logits are rounded twice at most: selection allows for that.
-        self.logits = products if form.is_identity else form.apply(products.float()).to(products.dtype)
+    def __init__(self, hidden: Tensor, linear: Linear, form: HeadForm, *, logits: Tensor | None = None) -> None:
+        self._hidden, self._linear, self._form = hidden, linear, form
+        self._weight, self._bias = linear.weight, linear.bias
+        if logits is None:
+            logits = linear(hidden)
+            if not form.is_identity:
+                # In float32, so that half-precision logits are rounded twice at most: selection allows for that.
+                logits = form.apply(logits.float()).to(logits.dtype)
+        self.logits = logits
+
+    def take(self, rows: Sequence[int]) -> LMHead:
+        """The same of these hidden states alone."""
+        if list(rows) == list(range(len(self._hidden))):
+            return self
+        at = torch.tensor(rows, device=self._hidden.device)
+        return LMHead(self._hidden[at], self._linear, self._form, logits=self.logits[at])
 
     def rescore(self, rows: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
         """[P] float32 logits of ids [P], accumulated and stored in float32; see `keepmask.sampling.Head`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from keepmask.errors import ConfigError
 from keepmask.forward import attention
 from keepmask.forward.attention import KVCache
 
-__all__ = ["ModelProbe", "ProbeChunk"]
+__all__ = ["ModelProbe", "ProbeChunk", "ProbeSequence"]
 
 _CHUNKS = (6, 1, 5, 1, 3)  # a prompt in chunks and single tokens, as it and a decode would come
 
@@ -25,7 +25,7 @@ _TOLERANCE_HALF = 0.5  # half-precision types; an architecture that is not under
 
 
 @dataclass(slots=True)
-class _Sequence:
+class ProbeSequence:
     """The probe's tokens, in the first blocks of the cache."""
 
     token_ids: list[int]
@@ -33,16 +33,23 @@ class _Sequence:
     num_computed: int = 0
 
     def tokens(self, start: int, stop: int) -> list[int]:
+        """Its tokens at positions [start, stop)."""
         return self.token_ids[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeChunk:
-    """A `forward_batch.Chunk` of a probe: logits of all its tokens are wanted."""
+    """A `forward_batch.Chunk` of a probe, whose tokens are what is computed and nothing more."""
 
-    completion: _Sequence
+    completion: ProbeSequence
     num_tokens: int
     draws: bool = False
+    draft: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward."""
+        return self.num_tokens
 
 
 class ModelProbe:
@@ -91,7 +98,7 @@ class ModelProbe:
 
 def _paged_logits(logits: Callable[[ProbeChunk], Tensor], token_ids: list[int], block_size: int) -> Tensor:
     """[T, V] float32 logits as the engine computes them, in several steps."""
-    sequence = _Sequence(token_ids, blocks=list(range(-(-len(token_ids) // block_size))))
+    sequence = ProbeSequence(token_ids, blocks=list(range(-(-len(token_ids) // block_size))))
     parts = []
     for size in _CHUNKS:
         if num_tokens := min(size, len(token_ids) - sequence.num_computed):

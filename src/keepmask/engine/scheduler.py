@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from keepmask.engine.kvcache import BlockPool
 from keepmask.engine.request import Completion, Request, State
@@ -17,11 +19,18 @@ class ScheduledChunk:
 
     completion: Completion
     num_tokens: int
+    draft: Sequence[int] = ()
+    """Guesses at the tokens that are drawn, computed along: as long as they hold, further ones are drawn."""
 
     @property
     def draws(self) -> bool:
         """Whether the chunk reaches the last token, so that the next one is drawn."""
         return self.num_tokens == self.completion.num_pending
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward."""
+        return self.num_tokens + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,13 @@ class Schedule:
     copies: list[BlockCopy] = field(default_factory=list)
 
 
+class Speculation(Protocol):
+    """Guesses at the next tokens of completions."""
+
+    def drafts(self, completions: Sequence[Completion], *, num_rows: int, room: int) -> list[list[int]]:
+        """What to verify for each of them, of at most `room` tokens together, in a step of `num_rows` rows."""
+
+
 class Scheduler:
     """First come, first served, within a budget of tokens, completions and KV blocks per step.
 
@@ -48,8 +64,16 @@ class Scheduler:
     started last gives up its blocks and is computed again later: it keeps its tokens.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.pool = pool
+        self.speculation = speculation
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: OrderedDict[Completion, None] = OrderedDict()  # a queue that gives up any entry at once
@@ -66,8 +90,10 @@ class Scheduler:
         """Choose the next step's work and reserve its blocks. Empty only when nothing is left to do."""
         plan = Schedule()
         budget = self._continue_running(plan, self.max_num_batched_tokens)
-        self._admit(plan, budget)
+        budget = self._admit(plan, budget)
         assert plan.chunks or not (self.running or self.waiting)
+        if self.speculation is not None and budget > 0:
+            plan.chunks = self._with_drafts(plan.chunks, budget, self.speculation)
         return plan
 
     def computed(self, chunk: ScheduledChunk) -> None:
@@ -133,8 +159,25 @@ class Scheduler:
             completion.blocks += self._take(completion, missing, after=completion.blocks[-1])
         return True
 
-    def _admit(self, plan: Schedule, budget: int) -> None:
-        """Move waiting completions to the running ones while budget, places and blocks allow."""
+    def _with_drafts(self, chunks: list[ScheduledChunk], room: int, speculation: Speculation) -> list[ScheduledChunk]:
+        """Let chunks that draw verify what the next tokens may be, in blocks that nobody will need in the next step."""
+        drawing = [chunk for chunk in chunks if chunk.draws]
+        num_rows = sum(chunk.num_tokens for chunk in chunks)
+        drafts = speculation.drafts([chunk.completion for chunk in drawing], num_rows=num_rows, room=room)
+        extended = {}
+        for chunk, draft in zip(drawing, drafts, strict=True):
+            completion = chunk.completion
+            spare = len(completion.blocks) + max(0, self.pool.num_free - len(self.running))
+            kept = draft[: max(0, spare * self.pool.block_size - completion.num_tokens)]
+            if kept:
+                missing = self.pool.blocks_for(completion.num_tokens + len(kept)) - len(completion.blocks)
+                if missing > 0:
+                    completion.blocks += self._take(completion, missing, after=completion.blocks[-1])
+                extended[completion] = replace(chunk, draft=kept)
+        return [extended.get(chunk.completion, chunk) for chunk in chunks]
+
+    def _admit(self, plan: Schedule, budget: int) -> int:
+        """Move waiting completions to the running ones while budget, places and blocks allow; returns what is left."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             completion = next(iter(self.waiting))
             if (donor := self._donor(completion)) is not None:
@@ -142,13 +185,14 @@ class Scheduler:
             else:
                 started = self._start(completion)
             if not started:
-                return
+                break
             del self.waiting[completion]
             completion.state = State.RUNNING
             self.running.append(completion)
             num_tokens = min(completion.num_pending, budget)
             budget -= num_tokens
             plan.chunks.append(ScheduledChunk(completion, num_tokens))
+        return budget
 
     def _start(self, completion: Completion) -> bool:
         """Reserve blocks for all the tokens of the completion, starting from a cached prefix of its prompt."""

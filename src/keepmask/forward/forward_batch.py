@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["Chunk", "ChunkSpan", "ChunkT", "ForwardBatch", "Sequenced"]
@@ -38,6 +39,14 @@ class Chunk(Protocol):
     @property
     def num_tokens(self) -> int:
         """At least 1."""
+
+    @property
+    def draft(self) -> Sequence[int]:
+        """Tokens that may follow, computed along; a token is drawn after each of them too."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to compute, those of the draft among them."""
 
     @property
     def draws(self) -> bool:
@@ -87,9 +96,9 @@ class ForwardBatch(Generic[ChunkT]):
     spans: list[ChunkSpan]
     """The other chunks, which follow."""
     draw_rows: Tensor
-    """[B] int64: the flat rows whose logits are drawn from."""
-    drawing: list[int]
-    """[B] the chunk of each draw row."""
+    """[B] int64: the flat rows whose logits are drawn from, round by round."""
+    rounds: list[list[int]]
+    """The chunks of the draw rows: of each chunk's first draw, then of those that a token of its draft may precede."""
 
     @classmethod
     def build(
@@ -101,10 +110,10 @@ class ForwardBatch(Generic[ChunkT]):
         """
 
         def is_span(chunk: ChunkT) -> bool:
-            return chunk.num_tokens > 1 and chunk.completion.num_computed + chunk.num_tokens > paged_context
+            return chunk.num_rows > 1 and chunk.completion.num_computed + chunk.num_rows > paged_context
 
         ordered = sorted(chunks, key=is_span)
-        counts = np.array([chunk.num_tokens for chunk in ordered], np.int64)
+        counts = np.array([chunk.num_rows for chunk in ordered], np.int64)
         starts = np.array([chunk.completion.num_computed for chunk in ordered], np.int64)
         ends = np.cumsum(counts)
         begins = ends - counts
@@ -113,9 +122,12 @@ class ForwardBatch(Generic[ChunkT]):
         input_ids = [
             token_id
             for chunk in ordered
-            for token_id in chunk.completion.tokens(
-                chunk.completion.num_computed, chunk.completion.num_computed + chunk.num_tokens
-            )
+            for token_id in [
+                *chunk.completion.tokens(
+                    chunk.completion.num_computed, chunk.completion.num_computed + chunk.num_tokens
+                ),
+                *chunk.draft,
+            ]
         ]
         positions = np.arange(ends[-1]) + np.repeat(starts - begins, counts)  # [T]
         tables = np.zeros((len(ordered), max(len(chunk.completion.blocks) for chunk in ordered)), np.int32)
@@ -123,7 +135,7 @@ class ForwardBatch(Generic[ChunkT]):
             row[: len(chunk.completion.blocks)] = chunk.completion.blocks
         token_chunks = np.repeat(np.arange(len(ordered)), counts)
         slot_blocks = tables[token_chunks, positions // block_size]
-        drawing = [at for at, chunk in enumerate(ordered) if chunk.draws]
+        rounds, draw_rows = _draws(ordered, ends)
         spans = [
             ChunkSpan(at, int(begins[at]), int(ends[at]), int(starts[at] + counts[at]))
             for at in range(num_paged_chunks, len(ordered))
@@ -143,6 +155,17 @@ class ForwardBatch(Generic[ChunkT]):
             context_lens=put(positions + 1, torch.int32),
             num_paged=int(ends[num_paged_chunks - 1]) if num_paged_chunks else 0,
             spans=spans,
-            draw_rows=put(ends[drawing] - 1, torch.int64),
-            drawing=drawing,
+            draw_rows=put(draw_rows, torch.int64),
+            rounds=rounds,
         )
+
+
+def _draws(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
+    """The chunks that draw in each round, and their rows. ends: of the chunks' rows."""
+    most = max((len(chunk.draft) for chunk in chunks if chunk.draws), default=-1)
+    rounds = [
+        [at for at, chunk in enumerate(chunks) if chunk.draws and len(chunk.draft) >= number]
+        for number in range(most + 1)
+    ]
+    rows = [int(ends[at]) - 1 - len(chunks[at].draft) + number for number, some in enumerate(rounds) for at in some]
+    return rounds, rows

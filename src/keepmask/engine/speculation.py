@@ -1,0 +1,137 @@
+"""`Speculation`: which guesses at the next tokens a step verifies, and what became of them.
+
+The rows of a draft go through the forward behind the completion's own last token. Each position is then drawn from with
+its own noise, one after the other, as long as the draw is the guess. So whatever is guessed, a completion's tokens,
+supports and log-probabilities are those it would have had without: a guess decides only how many of them a step gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from time import perf_counter
+
+from keepmask.config import EngineConfig, SpeculativeConfig
+from keepmask.drafts import Acceptance, Drafter, DraftRow, HistoryStore, StepCost, SuffixDrafter, draft_lengths
+from keepmask.engine.model_runner import ModelRunner
+from keepmask.engine.probe import ProbeChunk, ProbeSequence
+from keepmask.engine.request import Completion, Request
+from keepmask.wire.rollout_file import read_rollouts
+
+__all__ = ["Speculation", "speculation_of"]
+
+
+@dataclass(slots=True)
+class _Guessing:
+    """What one completion is guessed by."""
+
+    row: DraftRow
+    acceptance: Acceptance
+
+
+class Speculation:
+    """Drafts for the completions in flight.
+
+    cost: of a step by its rows, on the machine at hand. num_drafted, num_accepted: guesses that were verified so far,
+    and those of them that were drawn.
+    """
+
+    def __init__(self, config: SpeculativeConfig, drafter: Drafter, cost: StepCost) -> None:
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._most = config.num_speculative_tokens
+        self._drafter = drafter
+        self._cost = cost
+        self._acceptance = Acceptance()
+        self._open: dict[Completion, _Guessing] = {}
+
+    def drafts(self, completions: Sequence[Completion], *, num_rows: int, room: int) -> list[list[int]]:
+        """What to verify for each of these completions, all of which draw in a step of `num_rows` rows.
+
+        room: rows that may be added at most.
+        """
+        guessing = [self._guessing(completion) for completion in completions]
+        proposed = [
+            entry.row.propose(self._limit(completion)) for entry, completion in zip(guessing, completions, strict=True)
+        ]
+        rates = [entry.acceptance.rate for entry in guessing]
+        lengths = draft_lengths(rates, [len(draft) for draft in proposed], num_rows, self._cost)
+        drafts = []
+        for entry, draft, length in zip(guessing, proposed, lengths, strict=True):
+            if not length:
+                entry.acceptance.fade()
+            taken = draft[: min(length, room)]
+            room -= len(taken)
+            drafts.append(taken)
+        if not any(drafts):
+            self._acceptance.fade()
+        return drafts
+
+    def begin(self, request: Request) -> None:
+        """A request is queued."""
+        self._drafter.expect(request.prompt_token_ids)
+
+    def committed(self, completion: Completion, draft: Sequence[int], num_tokens: int) -> None:
+        """The completion's last `num_tokens` tokens came out of a step that verified `draft`."""
+        entry = self._guessing(completion)
+        drawn = completion.token_ids[len(completion.token_ids) - num_tokens :]
+        for token_id in drawn:
+            entry.row.append(token_id)
+        if draft:
+            num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, drawn, strict=False)))
+            entry.acceptance.record(len(draft), num_accepted)
+            self.num_drafted += len(draft)
+            self.num_accepted += num_accepted
+
+    def end(self, request: Request) -> None:
+        """All completions of the request have ended."""
+        for completion in request.completions:
+            if (entry := self._open.pop(completion, None)) is not None:
+                entry.row.close()
+        self._drafter.release(request.prompt_token_ids)
+
+    def _guessing(self, completion: Completion) -> _Guessing:
+        if (entry := self._open.get(completion)) is None:
+            request = completion.request
+            row = self._drafter.open(request.prompt_token_ids, seed=request.seed, completion_index=completion.index)
+            entry = self._open[completion] = _Guessing(row, Acceptance(self._acceptance))
+        return entry
+
+    def _limit(self, completion: Completion) -> int:
+        """Guesses that can come to something: the last token of a completion is drawn, not guessed at."""
+        params = completion.request.params
+        assert params.max_tokens is not None
+        return min(self._most, params.max_tokens - len(completion.token_ids) - 1)
+
+
+def speculation_of(config: EngineConfig, runner: ModelRunner) -> Speculation | None:
+    """What the engine's configuration asks for."""
+    wanted = config.speculative_config
+    if wanted is None:
+        return None
+    history = None
+    if wanted.method == "history":
+        history = HistoryStore(max_bytes=wanted.max_history_bytes)
+        for path in wanted.rollouts:
+            history.extend(read_rollouts(path)[0])
+    drafter = SuffixDrafter(
+        wanted.method, shortest=wanted.prompt_lookup_min, longest=wanted.prompt_lookup_max, history=history
+    )
+    return Speculation(wanted, drafter, _measured_cost(runner, config.max_num_batched_tokens))
+
+
+def _measured_cost(runner: ModelRunner, most: int) -> StepCost:
+    """The time of forwards and heads over single tokens, on the cache as it is before the first request."""
+    seconds = {}
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if rows > max(most, 2):
+            break
+        batch = runner.lay_out([ProbeChunk(ProbeSequence([0], blocks=[0]), 1, draws=True)] * rows)
+        times = []
+        for _ in range(4):
+            start = perf_counter()
+            runner.head(runner.forward(batch, [])[batch.draw_rows])
+            times.append(perf_counter() - start)
+        seconds[rows] = min(times)
+    return StepCost(seconds)
