@@ -1,4 +1,4 @@
-"""`Progress`: a progress bar for rollouts."""
+"""`Progress`: a progress bar for long commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Requests done out of all, and tokens/s, on standard error; silent where that is not a terminal."""
+    """Items done out of all, and tokens/s, on standard error; silent where that is not a terminal."""
 
     def __init__(self, total: int, *, label: str = "Rolling out", done: int = 0) -> None:
         console = Console(stderr=True)
@@ -41,8 +41,10 @@ class Progress:
     ) -> None:
         self._bars.stop()
 
-    def update(self, done: int, num_tokens: int | None = None) -> None:
-        """Items done, and tokens generated since the bar appeared where there are any."""
+    def update(self, done: int, num_tokens: int | None = None, *, label: str | None = None) -> None:
+        """Items done, tokens generated since the bar appeared where there are any, and what is being done."""
         self.done = done
+        if label is not None:
+            self._bars.update(self._task, description=label)
         speed = "" if num_tokens is None else f"{num_tokens / (time.perf_counter() - self._started_s):,.0f} tokens/s"
         self._bars.update(self._task, completed=done, speed=speed)

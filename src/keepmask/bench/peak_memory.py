@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from keepmask.bench.workload import Workload
 from keepmask.errors import EngineError
 
-__all__ = ["Memory", "peak_memory"]
+__all__ = ["Memory", "peak_memory", "resident"]
 
 
 class Memory(NamedTuple):
@@ -53,10 +53,10 @@ def _measure(request: dict[str, Any]) -> Memory:
     workload = Workload(**request["workload"])
     ours.run(workload, workload.prompts(ours.vocab_size, seed=0), request["params"])
     runner = ours.llm.engine.runner
-    return Memory(_resident("VmHWM"), weight_bytes(runner.model), runner.kv_cache_bytes, _resident("VmRSS"))
+    return Memory(resident("VmHWM"), weight_bytes(runner.model), runner.kv_cache_bytes, resident("VmRSS"))
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
     """Bytes of this process now (VmRSS) or at most (VmHWM); `getrusage` would count the parent it was forked from."""
     with open("/proc/self/status") as lines:
         (size,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keepmask.engine.core import Engine
 from keepmask.engine.model_runner import ModelRunner
-from keepmask.forward import attention, decoder
+from keepmask.forward import attention, decoder_layer
 from keepmask.forward.linear import Linear
 
 __all__ = ["PHASES", "PhaseClock", "phases_of"]
@@ -84,7 +84,7 @@ def phases_of(engine: Engine, clock: PhaseClock) -> Iterator[None]:
             (engine.sampler, "sample", "sampler"),
             (engine.sampler, "_capture", "capture"),
             (attention, "attend", "attention"),
-            (decoder, "attend", "attention"),
+            (decoder_layer, "attend", "attention"),
         ):
             stack.enter_context(_replaced(owner, name, clock.wrap(getattr(owner, name), phase)))
         stack.enter_context(_replaced(runner, "forward", _divided(runner, clock)))

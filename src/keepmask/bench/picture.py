@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from keepmask.bench.phases import PHASES
-from keepmask.bench.rows import Row
+from keepmask.bench.timing import Row
 from keepmask.bench.workload import Workload
 
 __all__ = ["save_picture"]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepmask.bench.phases import PHASES
-from keepmask.bench.rows import Row
+from keepmask.bench.timing import Row
 from keepmask.bench.workload import Workload
 
 __all__ = ["page"]

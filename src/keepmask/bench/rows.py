@@ -12,12 +12,10 @@ from keepmask.bench.floor import Floor
 from keepmask.bench.ours import VARIANTS
 from keepmask.bench.peak_memory import Memory
 from keepmask.bench.rounds import Measured
+from keepmask.bench.timing import Row, quantiles
 from keepmask.bench.workload import Workload
 
-__all__ = ["Row", "memory_row", "phase_rows", "timing_rows"]
-
-Row = dict[str, Any]
-"""op, implementation, shape, p20, p50, p80, unit, and what belongs to the op."""
+__all__ = ["memory_row", "phase_rows", "timing_rows"]
 
 _OURS = next(iter(VARIANTS))
 
@@ -63,12 +61,5 @@ def memory_row(variant: str, workload: Workload, memory: Memory) -> Row:
 
 
 def _row(op: str, implementation: str, workload: Workload, values: Sequence[float] | Any, unit: str) -> Row:
-    p20, p50, p80 = (float(value) for value in np.quantile(values, (0.2, 0.5, 0.8)))
-    shape = asdict(workload)
-    return {"op": op, "implementation": implementation, "shape": shape} | {
-        "p20": p20,
-        "p50": p50,
-        "p80": p80,
-        "unit": unit,
-        "samples": len(values),
-    }
+    row: Row = {"op": op, "implementation": implementation, "shape": asdict(workload)}
+    return row | quantiles(values) | {"unit": unit, "samples": len(values)}

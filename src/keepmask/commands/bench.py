@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,7 +21,8 @@ from keepmask.bench.ours import VARIANTS, Ours
 from keepmask.bench.peak_memory import peak_memory
 from keepmask.bench.rounds import measure
 from keepmask.bench.row_tables import page
-from keepmask.bench.rows import Row, memory_row, phase_rows, timing_rows
+from keepmask.bench.rows import memory_row, phase_rows, timing_rows
+from keepmask.bench.timing import Row, report
 from keepmask.bench.workload import FULL, QUICK, Sizes, Workload
 from keepmask.config import EngineConfig
 from keepmask.engine.loading import checkpoint
@@ -84,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
         for row in _measure(args, _sizes(args), status.update):
             rows.append(row)
             if args.json:
-                sys.stdout.write(json.dumps(_rounded(row)) + "\n")
-                sys.stdout.flush()
+                report([row], {}, None)
     if not args.json:
         Console(width=None if Console().is_terminal else _WIDTH).print(page(rows))
     if args.picture is not None:
@@ -161,7 +160,3 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return value
-
-
-def _rounded(row: Row) -> Row:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}

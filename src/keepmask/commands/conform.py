@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from rich.console import Console
 
@@ -15,6 +14,7 @@ from keepmask.conform.findings import WIDTH, page
 from keepmask.conform.outcome import Report, Target, run_probes
 from keepmask.conform.probes import PROBES, PROFILES, Probe
 from keepmask.errors import ConfigError
+from keepmask.progress import Progress
 
 __all__ = ["add_arguments", "run"]
 
@@ -97,12 +97,10 @@ def _over_http(args: argparse.Namespace, probes: Sequence[Probe]) -> Report:
 
 
 def _ask(target: Target, probes: Sequence[Probe]) -> Report:
-    """The report, with a line on the terminal that says which probe is being asked."""
-    console = Console(stderr=True)
-    with ExitStack() as stack:
-        status = stack.enter_context(console.status("asking"))
+    """The report, with a bar on the terminal that says how far it is and what is being asked."""
+    with Progress(len(probes), label="Asking") as progress:
 
         def on_progress(probe: Probe) -> None:
-            status.update(f"asking {probe.name} ({probes.index(probe) + 1} of {len(probes)})")
+            progress.update(probes.index(probe), label=f"Asking {probe.name}")
 
         return run_probes(target, probes, on_progress=on_progress)

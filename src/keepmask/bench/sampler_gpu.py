@@ -1,10 +1,10 @@
 """Time of one step of the sampler on a CUDA device, against the bytes it must read over the device's bandwidth.
 
-    python bench/sampler_gpu.py            a table
-    python bench/sampler_gpu.py --json     one JSON row a case and implementation
+    scripts/bench sampler_gpu            a table
+    scripts/bench sampler_gpu --json     one JSON row a case and implementation
 
 A step reads each logit once: B x V x 4 bytes over the bandwidth, which a large copy is timed for first, is its floor.
-Cases and logits are those of bench/sampler.py; every row returns its mask and its processed log-prob. Timed are:
+Cases and logits are those of `scripts/bench sampler`; every row returns its mask and its processed log-prob. Timed are:
 
     step         one `Sampler.sample` and its mask, on the host: wall time
     kernels      selection, decision and capture alone, queued ahead of the device: time between CUDA events
@@ -12,16 +12,19 @@ Cases and logits are those of bench/sampler.py; every row returns its mask and i
     sort-based   the PyTorch fallback of other engines, its bitmap copied to the host: wall time
 """
 
-import argparse
-import json
+from __future__ import annotations
+
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
-import keepmask
+from keepmask.bench.machine import machine_facts
+from keepmask.bench.sampler import CASES, logits_like_a_model
+from keepmask.bench.timing import Row, arguments, quantiles, report
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
 from keepmask.sampling.cuda import candidates, compaction
@@ -30,14 +33,11 @@ from keepmask.sampling.cuda.draw_columns import draw_columns
 from keepmask.sampling.cuda.draw_table import DrawTable
 from keepmask.sampling.pending_mask import MAX_COMPACT_IDS
 from keepmask.sampling.row_records import MAX_CANDIDATES, RowRecords
-from sampler import CASES, logits_like_a_model
 
 SHAPES = ((64, 151_936), (256, 151_936))
 REPEATS, WARM_UP, AT_ONCE = 50, 5, 10
 AHEAD = 20_000_000  # cycles the device is kept busy for, so that what is timed is queued before it starts
 COPIED_BYTES = 2**30
-
-Rows = list[dict[str, object]]
 
 
 def device_ms(run: Callable[[], object]) -> list[float]:
@@ -115,7 +115,8 @@ def kernels_of(logits: torch.Tensor, rows: list, spec: SamplerSpec) -> Callable[
     return run
 
 
-def measure(B: int, V: int, name: str, options: dict[str, float], bytes_per_s: float) -> Rows:
+def measure(B: int, V: int, name: str, options: dict[str, Any], bytes_per_s: float) -> Iterator[Row]:
+    """The four implementations on one case."""
     logits = logits_like_a_model(B, V).cuda()
     params = SamplingParams(logprobs=0, max_tokens=None, **options)
     spec = SamplerSpec(vocab_size=V, logprobs_mode="processed_logprobs", return_sampling_mask=True)
@@ -137,45 +138,31 @@ def measure(B: int, V: int, name: str, options: dict[str, float], bytes_per_s: f
         "topk": device_ms(lambda: logits.topk(50)),
         "sort-based": wall_ms(lambda: sort_based(logits, params)),
     }
-    measured: Rows = []
     for implementation, values in times.items():
-        p20, p50, p80 = map(float, np.quantile(values, [0.2, 0.5, 0.8]))
-        measured.append(
-            common | {"implementation": implementation, "p20": p20, "p50": p50, "p80": p80, "over_floor": p50 / floor}
-        )
-    return measured
+        own = quantiles(values)
+        yield common | {"implementation": implementation, "over_floor": own["p50"] / floor} | own
 
 
-def report(row: dict[str, object], as_json: bool) -> None:
-    if as_json:
-        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        print(json.dumps(rounded), flush=True)
-        return
-    print(
-        "{op:42s} {shape!s:14s} {implementation:10s} p20 {p20:8.4f}  p50 {p50:8.4f}  p80 {p80:8.4f} ms   "
-        "floor {floor:7.4f} ms  {over_floor:6.1f} x floor   mean support {support_mean:.0f}".format(**row),
-        flush=True,
-    )
+LINE = (
+    "{op:42s} {shape!s:14s} {implementation:10s} p20 {p20:8.4f}  p50 {p50:8.4f}  p80 {p80:8.4f} ms   "
+    "floor {floor:7.4f} ms  {over_floor:6.1f} x floor   mean support {support_mean:.0f}"
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON row a case and implementation")
+    """Measure and print."""
+    parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--shape", help="B,V instead of the usual shapes")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench/sampler_gpu.py times a CUDA device and there is none here; bench/sampler.py times the CPU")
+        sys.exit("sampler_gpu times a CUDA device and there is none here; `scripts/bench sampler` times the CPU")
     shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else SHAPES
-    machine = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    versions = {"keepmask": keepmask.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    cases = [(name, options) for name, options in CASES.items() if args.only in name]
     bytes_per_s = bandwidth()
-    for B, V in shapes:
-        for name, options in CASES.items():
-            if args.only not in name:
-                continue
-            for row in measure(B, V, name, options, bytes_per_s):
-                report(row | machine | versions, args.json)
+    rows = (row for B, V in shapes for name, options in cases for row in measure(B, V, name, options, bytes_per_s))
+    facts = machine_facts(torch.device("cuda")) | {"cuda": torch.version.cuda}
+    report(rows, facts, None if args.json else LINE.format_map)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 """Time of one `Sampler.sample` against `torch.topk` alone and against the sort-based path of other engines.
 
-    python bench/sampler.py            a table
-    python bench/sampler.py --json     one JSON row a case
+    scripts/bench sampler            a table
+    scripts/bench sampler --json     one JSON row a case
 
 Each case alternates its three implementations in one process and reports quantiles of the wall time. The sort-based
 path is the PyTorch fallback of other engines: sort, softmax, cumulative sum, scatter, exponential noise over all of V,
 log-softmax, then the kept set as a bitmap, copied to the host and unpacked to ids.
 """
 
-import argparse
-import json
-import platform
-import time
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
-import keepmask
+from keepmask.bench.machine import machine_facts
+from keepmask.bench.timing import Row, arguments, in_turn, quantiles, report
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
 
 SHAPES = ((64, 49152), (1, 49152), (64, 151936))
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "top_k 50 + top_p .95": {"top_k": 50, "top_p": 0.95},
     "top_p .95": {"top_p": 0.95},
     "min_p .05": {"min_p": 0.05},
@@ -31,7 +31,7 @@ CASES = {
     "greedy": {"temperature": 0.0},
     "top_k 50 + top_p .95 + penalties": {"top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1},
 }
-MIN_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.6, 7, 200
+SECONDS = 0.3  # of each implementation of a case
 
 
 def logits_like_a_model(B: int, V: int) -> torch.Tensor:
@@ -72,23 +72,8 @@ def unpack(keep: torch.Tensor) -> list[np.ndarray]:
     return [np.flatnonzero(np.unpackbits(row, bitorder="little")) for row in bitmap]
 
 
-def quantiles(runs: dict[str, Callable[[], object]]) -> dict[str, np.ndarray]:
-    """p20, p50 and p80 in ms of each, taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    start = time.perf_counter()
-    while len(times["topk"]) < MIN_REPEATS or (
-        time.perf_counter() - start < MIN_SECONDS and len(times["topk"]) < MAX_REPEATS
-    ):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: np.quantile(values, [0.2, 0.5, 0.8]) for name, values in times.items()}
-
-
-def measure(B: int, V: int, name: str, options: dict[str, float]) -> list[dict[str, object]]:
+def measure(B: int, V: int, name: str, options: dict[str, Any]) -> Iterator[Row]:
+    """The three implementations on one case."""
     logits = logits_like_a_model(B, V)
     head = DenseHead(logits)
     params = SamplingParams(logprobs=0, max_tokens=None, **options)
@@ -106,47 +91,40 @@ def measure(B: int, V: int, name: str, options: dict[str, float]) -> list[dict[s
             batch.logprobs.row_logprobs(b)
 
     runs = {"topk": lambda: logits.topk(50), "fast": fast, "sort-based": lambda: sort_based(logits, params)}
-    times = quantiles(runs)
+    times = {name: quantiles(values) for name, values in in_turn(runs, seconds=SECONDS).items()}
     mask = sampler.sample(head, rows).mask.wait()
     sizes = [mask.row(b)[0].size or V for b in range(B)]
-    common = {"op": f"sample {name}", "shape": [B, V], "dtype": "float32", "unit": "ms", "support_mean": np.mean(sizes)}
-    return [
-        common
-        | {"implementation": implementation, "p20": p20, "p50": p50, "p80": p80}
-        | {"over_topk": p50 / times["topk"][1], "sort_based_over": times["sort-based"][1] / p50}
-        for implementation, (p20, p50, p80) in times.items()
-    ]
+    common = {
+        "op": f"sample {name}",
+        "shape": [B, V],
+        "dtype": "float32",
+        "unit": "ms",
+        "support_mean": float(np.mean(sizes)),
+    }
+    for implementation, own in times.items():
+        over = {
+            "over_topk": own["p50"] / times["topk"]["p50"],
+            "sort_based_over": times["sort-based"]["p50"] / own["p50"],
+        }
+        yield common | {"implementation": implementation} | own | over
+
+
+LINE = (
+    "{op:42s} {shape!s:14s} {implementation:10s} p20 {p20:8.3f}  p50 {p50:8.3f}  p80 {p80:8.3f} ms   "
+    "{over_topk:6.2f} x topk   sort-based / this {sort_based_over:7.1f}   mean support {support_mean:.0f}"
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON row a case")
+    """Measure and print."""
+    parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--shape", help="B,V instead of the usual shapes")
     args = parser.parse_args()
     shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else SHAPES
-    machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    versions = {"keepmask": keepmask.__version__, "torch": torch.__version__, "numpy": np.__version__}
-    for B, V in shapes:
-        for name, options in CASES.items():
-            if args.only not in name:
-                continue
-            for row in measure(B, V, name, options):
-                report(row | machine | versions, args.json)
-
-
-def report(row: dict[str, object], as_json: bool) -> None:
-    if as_json:
-        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        print(json.dumps(rounded), flush=True)
-        return
-    print(
-        "{op:42s} {shape!s:14s} {implementation:10s} p20 {p20:8.3f}  p50 {p50:8.3f}  p80 {p80:8.3f} ms   "
-        "{over_topk:6.2f} x topk   sort-based / this {sort_based_over:7.1f}   mean support {support_mean:.0f}".format(
-            **row
-        ),
-        flush=True,
-    )
+    cases = [(name, options) for name, options in CASES.items() if args.only in name]
+    rows = (row for B, V in shapes for name, options in cases for row in measure(B, V, name, options))
+    report(rows, machine_facts(), None if args.json else LINE.format_map)
 
 
 if __name__ == "__main__":

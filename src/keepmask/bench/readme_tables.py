@@ -1,26 +1,40 @@
 """The README's tables, made from the rows of `bench/results`.
 
-    python bench/tables.py            print them
-    python bench/tables.py --write    put them into the README
+    scripts/bench readme_tables            print them
+    scripts/bench readme_tables --write    put them into the README
 
-A file of rows is made by a benchmark, on an idle machine: scripts/bench sampler --json > bench/results/sampler.jsonl
+A file of rows is made by a benchmark, on an idle machine: scripts/bench sampler --json > bench/results/sampler.jsonl.
+Rows of another machine are appended (>>): each table then comes once for each kind of machine.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from keepmask.bench.timing import Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 RESULTS, README = ROOT / "bench" / "results", ROOT / "README.md"
-BEGIN, END = "<!-- tables: bench/tables.py -->", "<!-- end of tables -->"
+BEGIN, END = "<!-- tables: scripts/bench readme_tables -->", "<!-- end of tables -->"
 
 
 def rows_of(name: str) -> list[Row]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+
+def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each kind of machine, by what it is: cores, and the instructions that choose compiled paths."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        names = [words for feature, words in FEATURES.items() if feature in row["features"]]
+        missing = "" if "amx_bf16" in row["features"] else ", without AMX"
+        where = f"{row['cores']} shared cores ({', '.join(names)}{missing})"
+        found.setdefault(where, []).append(row)
+    return found
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[object]]) -> Iterator[str]:
@@ -36,7 +50,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 20 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
 
 
-def sampler() -> Iterator[str]:
+def sampler(rows: list[Row]) -> Iterator[str]:
     yield (
         "`scripts/bench sampler`: one whole `Sampler.sample` on float32 logits, masks and processed log-probs on, "
         "against `torch.topk(logits, 50)` alone and against the sort-based path (sort, cumulative sum, noise over the "
@@ -45,14 +59,14 @@ def sampler() -> Iterator[str]:
     yield ""
     body = [
         (f"{row['shape']}, {row['op'].removeprefix('sample ')}", row["p50"], row["over_topk"], row["sort_based_over"])
-        for row in rows_of("sampler")
+        for row in rows
         if row["implementation"] == "fast" and row["shape"][0] > 1
     ]
     head = ("logits", "ms", "over topk", "sort-based path over this")
     yield from table(head, ((case, *map(number, values)) for case, *values in body))
 
 
-def replay() -> Iterator[str]:
+def replay(rows: list[Row]) -> Iterator[str]:
     yield (
         "`scripts/bench replay`: log-probs of drawn tokens on their supports, forward and backward, against full "
         "logits with `masked_fill` and against the best chunked dense form; memory beyond inputs and gradients."
@@ -69,9 +83,9 @@ def replay() -> Iterator[str]:
     )
 
     def body() -> Iterator[Iterable[object]]:
-        rows = [row for row in rows_of("replay") if row["op"].startswith("replay")]
-        full = {(row["op"], *row["shape"], row["dtype"]): row for row in rows if row["implementation"] == "full"}
-        for row in rows:
+        found = [row for row in rows if row["op"].startswith("replay")]
+        full = {(row["op"], *row["shape"], row["dtype"]): row for row in found if row["implementation"] == "full"}
+        for row in found:
             if row["implementation"] == "keepmask":
                 other = full[row["op"], *row["shape"], row["dtype"]]
                 values = (row["support_mean"], row["p50"], row["full_over"], row["dense_chunks_over"])
@@ -82,8 +96,8 @@ def replay() -> Iterator[str]:
     yield from table(head, body())
 
 
-def engine() -> Iterator[str]:
-    rows = [row for row in rows_of("engine") if row["op"] == "throughput"]
+def engine(rows: list[Row]) -> Iterator[str]:
+    rows = [row for row in rows if row["op"] == "throughput"]
     versions = rows[0]["versions"]
     yield (
         f"`keepmask bench --peer vllm --peer transformers`: SmolLM2-135M in {rows[0]['dtype']}, "
@@ -111,8 +125,7 @@ def speed(row: Row) -> str:
     return f"{row['p50']:,.0f}{over}"
 
 
-def server() -> Iterator[str]:
-    rows = rows_of("server")
+def server(rows: list[Row]) -> Iterator[str]:
     yield "`scripts/bench server`: through HTTP, and directly, in turn on one engine; the client has its own process."
     yield ""
     body = [
@@ -128,10 +141,10 @@ def server() -> Iterator[str]:
     yield from table(("load", "way", "", "over `LLM.generate`", "lost or misaligned"), body)
 
 
-def wire() -> Iterator[str]:
+def wire(rows: list[Row]) -> Iterator[str]:
     yield "`scripts/bench wire`: masks on the wire, against vLLM's nested JSON."
     yield ""
-    rows = [row for row in rows_of("wire") if row["op"].endswith("encode") and row["implementation"] != "nested JSON"]
+    rows = [row for row in rows if row["op"].endswith("encode") and row["implementation"] != "nested JSON"]
     head = ("masks", "format", "bytes an id", "bytes over JSON", "encode + decode over JSON")
     yield from table(
         head,
@@ -140,16 +153,27 @@ def wire() -> Iterator[str]:
 
 
 KEYS_OF_WIRE = ("bytes_an_id", "bytes_over_json", "both_over_json")
-TABLES: tuple[Callable[[], Iterator[str]], ...] = (engine, sampler, replay, server, wire)
+FEATURES = {"avx512f": "AVX-512", "avx512_bf16": "its bfloat16", "amx_bf16": "AMX"}
+TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "engine": engine,
+    "sampler": sampler,
+    "replay": replay,
+    "server": server,
+    "wire": wire,
+}
 
 
 def tables() -> str:
     """All of them, in Markdown."""
-    facts = rows_of("sampler")[0]
-    where = (
-        f"Medians on {facts['threads']} shared cores ({facts['device']}, AVX-512 and AMX): the ratios are the message."
-    )
-    return "\n\n".join([where, *("\n".join(make()) for make in TABLES)])
+    parts = ["Medians: the ratios are the message."]
+    last = ""
+    for name, make in TABLES.items():
+        for where, rows in by_machine(rows_of(name)).items():
+            if where != last:
+                parts.append(f"On {where}:")
+            parts.append("\n".join(make(rows)))
+            last = where
+    return "\n\n".join(parts)
 
 
 def written(readme: str) -> str:
@@ -165,7 +189,7 @@ def main() -> None:
     if parser.parse_args().write:
         README.write_text(written(README.read_text("utf-8")), "utf-8")
     else:
-        print(tables())
+        sys.stdout.write(tables() + "\n")
 
 
 if __name__ == "__main__":

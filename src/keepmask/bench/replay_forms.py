@@ -1,4 +1,4 @@
-"""The ways to score drawn tokens on their supports that `bench/replay.py` compares, forward and backward.
+"""The ways to score drawn tokens on their supports that `keepmask.bench.replay` compares, forward and backward.
 
 Each is `step(problem)`: log-probs of the targets on their rows, and gradients of `(logprobs * advantages).sum()` added
 to `problem.hidden.grad` (fresh each time) and to the gradient buffer of the head, which exists beforehand.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepmask import SamplingMask
+from keepmask.mask import SamplingMask
 from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
 from keepmask.replay.support import Support
 

@@ -1,8 +1,8 @@
 """Tokens per second through the server against `LLM.generate` on the same engine, and many streams at a time.
 
-    python bench/server.py            a table
-    python bench/server.py --json     one JSON row a case
-    python bench/server.py --quick    fewer and shorter requests: does it run, not how fast
+    scripts/bench server            a table
+    scripts/bench server --json     one JSON row a case
+    scripts/bench server --quick    fewer and shorter requests: does it run, not how fast
 
 The server and the offline loop take turns in one process, on one engine, in both orders; the client is a process of its
 own that only reads bytes while the clock runs, and afterwards checks that every answer is whole and aligned. Under load
@@ -16,8 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,8 +23,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from keepmask.bench.machine import machine_facts
+from keepmask.bench.peak_memory import resident
+from keepmask.bench.timing import Row, arguments, quantiles, report
 
 PARAMS = {"top_k": 50, "top_p": 0.95, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 PROMPT_LEN = 32
@@ -139,7 +142,8 @@ def client() -> None:
             "problems": problems[:5],
             "num_problems": len(problems),
         }
-        print(json.dumps(result), flush=True)
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
 
 
 # The server
@@ -195,15 +199,11 @@ class Served(NamedTuple):
         time.sleep(0.3)  # for the last connections to be closed
         stats = self.engine.stats()
         return {
-            "resident_bytes": resident_bytes(),
+            "resident_bytes": resident("VmRSS"),
             "files": len(os.listdir("/proc/self/fd")),
             "tasks": asyncio.run_coroutine_threadsafe(tasks(), self.loop).result(10),
             "blocks": stats.num_blocks - stats.num_free_blocks,
         }
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Bench:
@@ -256,13 +256,7 @@ class Bench:
         return result
 
 
-def quantiles(values: list[float]) -> dict[str, float]:
-    import numpy as np
-
-    return dict(zip(("p20", "p50", "p80"), np.quantile(values, [0.2, 0.5, 0.8]).tolist(), strict=True))
-
-
-def compare(bench: Bench, dtype: str) -> Iterator[dict[str, Any]]:
+def compare(bench: Bench, dtype: str) -> Iterator[Row]:
     """The four ways in turn, there and back, round by round; ratios are of the same round."""
     sizes = bench.sizes
     shape = [sizes.concurrent, PROMPT_LEN, sizes.max_tokens]
@@ -320,9 +314,7 @@ def load(bench: Bench, served: Served, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "unit": "tokens/s",
         "shape": [requests, concurrent, max_tokens],
-        "p20": speed,
-        "p50": speed,
-        "p80": speed,
+        **quantiles([speed]),
         "seconds": seen["seconds"],
         "bytes": seen["bytes"],
         "problems": seen["num_problems"],
@@ -332,9 +324,21 @@ def load(bench: Bench, served: Served, dtype: str) -> dict[str, Any]:
     }
 
 
+def line(row: Row) -> str:
+    """A row for people."""
+    ratio = f"{row['over_generate']:6.2f} x LLM.generate" if "over_generate" in row else ""
+    text = "{op:32s} {implementation:20s} p20 {p20:9.2f}  p50 {p50:9.2f}  p80 {p80:9.2f} {unit:9s} ".format(**row)
+    text += f"{ratio}  {row['problems']} lost or misaligned"
+    for when in ("held_before", "held_after"):
+        if when in row:
+            held = ", ".join(f"{n:,} {name}" for name, n in row[when].items())
+            text += f"\n    {when.replace('_', ' '):12s} {held}"
+    return text
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON row a case")
+    """Measure and print."""
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--only", choices=("compare", "load"), help="one of the two parts")
@@ -345,12 +349,9 @@ def main() -> None:
     if args.client:
         client()
         return
-    import numpy as np
-    import torch
+    from keepmask.llm import LLM
 
-    import keepmask
-
-    llm = keepmask.LLM(
+    llm = LLM(
         args.model,
         dtype=args.dtype,
         max_num_seqs=256,
@@ -363,37 +364,19 @@ def main() -> None:
     sizes = sizes._replace(requests=args.requests or sizes.requests)
     prompts = np.random.default_rng(0).integers(100, 40_000, (sizes.concurrent, PROMPT_LEN))
     prompts %= llm.engine.runner.vocab_size
-    machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    versions = {"keepmask": keepmask.__version__, "torch": torch.__version__, "model": args.model}
+    facts, show = machine_facts() | {"model": args.model}, None if args.json else line
     dtype = str(llm.engine.runner.dtype).removeprefix("torch.")
-    command = [sys.executable, __file__, "--client"]
+    command = [sys.executable, "-m", "keepmask.bench.server", "--client"]
     with (
         serving(llm) as served,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
     ):
         bench = Bench(llm, served.port, process, prompts.tolist(), sizes)
         if args.only != "load":
-            for row in compare(bench, dtype):
-                report(row | machine | versions, as_json=args.json)
+            report(compare(bench, dtype), facts, show)
         if args.only != "compare":
-            report(load(bench, served, dtype) | machine | versions, as_json=args.json)
+            report([load(bench, served, dtype)], facts, show)
         process.stdin.close()  # type: ignore[union-attr]
-
-
-def report(row: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        print(json.dumps(rounded), flush=True)
-        return
-    ratio = f"{row['over_generate']:6.2f} x LLM.generate" if "over_generate" in row else ""
-    print(
-        "{op:32s} {implementation:20s} p20 {p20:9.2f}  p50 {p50:9.2f}  p80 {p80:9.2f} {unit:9s} ".format(**row)
-        + f"{ratio}  {row['problems']} lost or misaligned",
-        flush=True,
-    )
-    for when in ("held_before", "held_after"):
-        if when in row:
-            print(f"    {when.replace('_', ' '):12s}", ", ".join(f"{n:,} {name}" for name, n in row[when].items()))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,28 @@
 """Time and memory of scoring drawn tokens on their supports on one GPU, forward and backward.
 
-    python bench/replay_gpu.py            all cases, one JSON row each
-    python bench/replay_gpu.py --quick    a small shape, to see that everything runs
+    scripts/bench replay_gpu            all cases, one JSON row each
+    scripts/bench replay_gpu --quick    a small shape, to see that everything runs
 
 First the results of the Triton form are compared with the PyTorch definition in float64; then each case is timed,
 kernel by kernel and as a whole, beside the dense form with full logits in chunks of tokens. Rows also say what share
 of the memory bandwidth the passes over the head reach, counting every row read.
 """
 
-import argparse
-import json
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-import keepmask
+from keepmask.bench.machine import machine_facts
+from keepmask.bench.replay_forms import supports_like
+from keepmask.bench.timing import Row, arguments, report
 from keepmask.head import pairs_triton
 from keepmask.head.form import HeadForm, PairTransforms
 from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
 from keepmask.replay.support import Support
-from replay_forms import supports_like
 
 SHAPE = (32768, 4096, 131072)  # T, E, V
 QUICK = (1024, 512, 8192)
@@ -83,7 +84,7 @@ class Case:
             _ = dense @ weight
             self.weight.main_grad += dense.T @ part
 
-    def rows(self) -> dict[str, object]:
+    def rows(self) -> Row:
         pairs, (T, E), V = self.support.num_pairs, self.hidden.shape, self.weight.shape[0]
         active = self.support.active()
         support, rows = active.support, active.rows
@@ -127,7 +128,7 @@ class Case:
         }
 
 
-def check(T: int = 512, E: int = 1024, V: int = 4096) -> dict[str, object]:
+def check(T: int = 512, E: int = 1024, V: int = 4096) -> Row:
     """The largest deviations from the definition in float64, on a shape where that is affordable."""
     case = Case("50", T, E, V)
     got = case.step()
@@ -150,28 +151,21 @@ def check(T: int = 512, E: int = 1024, V: int = 4096) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print."""
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small shape")
     args = parser.parse_args()
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "keepmask": keepmask.__version__,
-    }
-    report(check() | machine)
+    facts = machine_facts(torch.device("cuda"))
+    report([check()], facts, None)
     for kind in KINDS:
         begin = time.perf_counter()
         case = Case(kind, *(QUICK if args.quick else SHAPE))
         row = case.rows()
         if kind == "8":
             row["dense_chunks_ms"] = milliseconds(case.dense_chunks, repeats=3)
-        report(row | machine | {"seconds_in_all": time.perf_counter() - begin})
+        report([row], facts | {"seconds_in_all": time.perf_counter() - begin}, None)
         del case
         torch.cuda.empty_cache()
-
-
-def report(row: dict[str, object]) -> None:
-    print(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
 if __name__ == "__main__":
