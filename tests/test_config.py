@@ -28,7 +28,7 @@ def refusal(**options):
         ("kv_cache_memory_bytes", [None, 1], [0]),
         ("return_sampling_mask", [False], [0]),
         ("logprobs_mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"], ["raw"]),
-        ("max_logprobs", [0, 1024], [-1, 1025]),
+        ("max_logprobs", [-1, 0, 2**31 - 1], [-2, 2**31]),
         ("sampling_mask_contract", ["exact", "vllm"], ["strict"]),
         ("sampling_semantics", ["vllm", "sglang", "hf"], [None]),
         ("max_mask_bytes_per_request", [1], [0]),

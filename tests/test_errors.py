@@ -56,7 +56,15 @@ def test_a_request_error_names_its_field():
         errors.RequestError("why", "top_p")
 
 
+def test_a_refusal_can_be_told_in_the_clients_own_words():
+    error = errors.RequestError("max_tokens=9: max_tokens is too much", param="max_tokens", code="c")
+    other = error.renamed("max_new_tokens")
+    assert str(other) == "max_new_tokens=9: max_tokens is too much"
+    assert (other.param, other.code) == ("max_new_tokens", "c")
+    assert str(errors.RequestError(": why").renamed("n")) == "n: why"
+
+
 def test_a_request_error_crosses_process_borders_whole():
-    error = errors.RequestError("why", param="n")
+    error = errors.RequestError("why", param="n", code="c")
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert (type(other), str(other), other.param) == (errors.RequestError, "why", "n")
+        assert (type(other), str(other), other.param, other.code) == (errors.RequestError, "why", "n", "c")

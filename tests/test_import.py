@@ -113,6 +113,31 @@ def test_every_public_name_resolves(name):
     assert name in dir(keepmask)
 
 
+NUMPY_ALONE = """
+import sys
+for name in ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "pyarrow", "numba", "rich", "jinja2"):
+    sys.modules[name] = None  # importing it now fails
+import keepmask
+for module, names in ((keepmask, keepmask.__all__), (keepmask.replay, keepmask.replay.__all__)):
+    for name in names:
+        try:
+            getattr(module, name)
+        except ModuleNotFoundError as error:
+            print(f"{error}")
+"""
+
+
+def test_a_name_whose_libraries_are_missing_says_which_extra_brings_them():
+    said = run(NUMPY_ALONE).splitlines()
+    assert "keepmask.LLM needs pydantic, which is not installed; run: pip install 'keepmask[engine]'" in said
+    assert "keepmask.SamplingParams needs pydantic, which is not installed; run: pip install 'keepmask[engine]'" in said
+    for name in keepmask.replay.__all__:
+        assert (
+            f"keepmask.replay.{name} needs torch, which is not installed; run: pip install 'keepmask[replay]'" in said
+        )
+    assert all("is not installed; run: pip install 'keepmask[" in line for line in said)
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module 'keepmask' has no attribute 'LLm'"):
         keepmask.LLm  # noqa: B018

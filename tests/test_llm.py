@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import tiny
@@ -120,7 +122,7 @@ def test_nothing_is_printed_where_there_is_no_terminal(llm, capfd, use_tqdm):
         (None, "prompts", "must be one or a list of them, got NoneType"),
         (7, "prompts", "got int"),
         ("half \ud83d", "prompt", "character 5 is half a surrogate pair"),
-        ("a" * 300, "prompt", "leaves room for -44 in the context of 256; shorten it"),
+        ("a" * 300, "prompt", "maximum context length is 256 tokens, and the prompt has 300; shorten it"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm, prompts, param, says):
@@ -154,10 +156,56 @@ def test_a_refused_call_changes_no_later_draw(make):
     params = PARAMS.replace(seed=None)
     expected = drawn(generate(make(), ["a", "b"], params))
     llm = make()
-    for prompts, given in ((["a", ""], params), (["a", "b"], [params, params.replace(max_tokens=1000)])):
+    for prompts, given in ((["a", ""], params), (["a", "b"], [params, params.replace(stop_token_ids=[9999])])):
         with pytest.raises(RequestError):
             generate(llm, prompts, given)
     assert drawn(generate(llm, ["a", "b"], params)) == expected
+
+
+def test_a_completion_ends_where_the_context_is_full(llm):
+    long = {"prompt_token_ids": [300] * 250}
+    outputs = generate(llm, [long, "a"], PARAMS.replace(max_tokens=20))
+    assert [len(token_ids) for token_ids in drawn(outputs)] == [6, 20]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+    assert generate(llm, long, PARAMS.replace(max_tokens=20))[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_a_prompt_longer_than_the_context_is_refused_alone(make):
+    llm = make(return_sampling_mask=True, logprobs_mode="processed_logprobs")
+    params = PARAMS.replace(n=2, logprobs=0)
+    short, long, other = generate(llm, ["a", {"prompt_token_ids": [300] * 256}, "b"], params)
+    assert [len(each.token_ids) for each in (*short.outputs, *long.outputs, *other.outputs)] == [4, 4, 0, 0, 4, 4]
+    assert drawn([short, other]) == drawn(generate(llm, ["a", "b"], params))
+    assert long.finished
+    assert len(long.prompt_token_ids) == 256
+    for rollout in long.rollouts():
+        assert rollout.finish_reason == "error"
+        assert "maximum context length is 256 tokens, and the prompt has 256" in rollout.stop_reason
+        assert len(rollout.sampling_mask) == len(rollout.logprobs) == 0
+
+
+def test_threads_that_generate_at_once_get_what_each_gets_alone(llm):
+    prompts = [[f"w{300 + 7 * thread + at}" for at in range(4)] for thread in range(4)]
+    params = PARAMS.replace(max_tokens=24)
+    alone = [drawn(generate(llm, each, params)) for each in prompts]
+    steps = llm.engine.stats().num_steps
+    with ThreadPoolExecutor(4) as pool:
+        together = [drawn(outputs) for outputs in pool.map(lambda each: generate(llm, each, params), prompts)]
+    assert together == alone
+    # In one batch: had they taken turns, it would be 4 * 24 steps.
+    assert llm.engine.stats().num_steps - steps < 60
+
+
+def test_threads_may_stream_and_update_weights_while_others_generate(llm):
+    params = PARAMS.replace(max_tokens=40)
+    expected = drawn(generate(llm, "a", params))
+    weights = llm.engine.weights()
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(lambda: drawn(list(llm.stream("a", params))[-1:])) for _ in range(2)]
+        jobs += [pool.submit(lambda: drawn(generate(llm, "a", params)))]
+        updates = [pool.submit(llm.update_weights, weights) for _ in range(3)]
+        assert [job.result() for job in jobs] == [expected] * 3
+        assert len({update.result() for update in updates}) == 3
 
 
 def test_an_interrupt_ends_every_request_of_the_call(llm, monkeypatch):

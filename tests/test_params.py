@@ -12,20 +12,20 @@ from keepmask.params import SamplingParams
 
 # Every numeric field: its default, the values on its bounds, and values just outside them.
 RANGES = {
-    "n": (1, [1, 1024], [0, 1025]),
+    "n": (1, [1, 16_384], [0, 16_385]),
     "temperature": (1.0, [0, 1e-5, 1e6], [-0.1, 1.1e6, float("inf"), float("nan")]),
     "top_k": (0, [-1, 0, 2**31 - 1], [-2, 2**31]),
     "top_p": (1.0, [1e-9, 1.0], [0, -0.1, 1.0001, float("nan")]),
     "min_p": (0.0, [0, 1], [-0.1, 1.1]),
-    "seed": (None, [-(2**63), 2**64 - 1], [-(2**63) - 1, 2**64]),
+    "seed": (None, [-(2**63), -2, 0, 2**64 - 1], [-(2**63) - 1, 2**64]),
     "max_tokens": (16, [1, 2**31 - 1], [0, -1, 2**31]),
     "min_tokens": (0, [0, 16], [-1, 2**31]),
-    "logprobs": (None, [0, 1024], [-1, 1025]),
-    "prompt_logprobs": (None, [0, 1024], [-1, 1025]),
+    "logprobs": (None, [-1, 0, 2**31 - 1], [-2, 2**31]),
+    "prompt_logprobs": (None, [-1, 0, 2**31 - 1], [-2, 2**31]),
     "presence_penalty": (0.0, [-2, 2], [-2.1, 2.1]),
     "frequency_penalty": (0.0, [-2, 2], [-2.1, 2.1]),
     "repetition_penalty": (1.0, [1e-6, 1e6], [0, -1, 1e-7, 1.1e6, float("inf")]),
-    "thinking_token_budget": (None, [0, 2**31 - 1], [-1, 2**31]),
+    "thinking_token_budget": (None, [0, 2**31 - 1], [-2, 2**31]),
 }
 FLAGS = [
     "include_stop_str_in_output",
@@ -105,6 +105,13 @@ def test_an_unknown_field_is_refused_by_name():
     assert "top_p" in str(error)
 
 
+@pytest.mark.parametrize("minus_one", [-1, np.int64(-1)])
+def test_minus_one_means_none_where_vllm_means_that(minus_one):
+    params = SamplingParams(seed=minus_one, thinking_token_budget=minus_one)
+    assert (params.seed, params.thinking_token_budget) == (None, None)
+    assert params == SamplingParams()
+
+
 # ---------------------------------------------------------------- strings, lists and the bias
 
 
@@ -127,7 +134,7 @@ def test_strings_have_a_length_and_are_text(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("stop", 64), ("bad_words", 1024), ("stop_token_ids", 262_144), ("allowed_token_ids", 262_144)]
+    ("name", "most"), [("stop", 64), ("bad_words", 128), ("stop_token_ids", 262_144), ("allowed_token_ids", 262_144)]
 )
 def test_lists_are_bounded(name, most):
     item = "a" if name in ("stop", "bad_words") else 1

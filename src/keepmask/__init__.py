@@ -1,12 +1,15 @@
 """Sampling-distribution replay for RL on language models: roll out with masks, score on the same support.
 
-Importing keepmask loads no torch; `LLM` and the `replay` package do when first used.
+Importing keepmask loads no torch; `LLM` and the `replay` package do when first used. A name whose libraries are not
+installed says which extra brings them.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from keepmask.extras import needs
 
 if TYPE_CHECKING:
     from keepmask import replay
@@ -56,7 +59,8 @@ def __getattr__(name: str) -> Any:
         return import_module("keepmask.replay")
     if name not in _HOME:
         raise AttributeError(f"module 'keepmask' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    with needs("engine", f"keepmask.{name}"):
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

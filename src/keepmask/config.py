@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from keepmask.errors import ConfigError
-from keepmask.params import MAX_LOGPROBS, SamplingSemantics, plain
+from keepmask.params import MAX_COUNT, SamplingSemantics, plain
 
 __all__ = ["EngineConfig", "LogprobsMode", "SamplingMaskContract", "SpeculativeConfig"]
 
@@ -92,10 +92,11 @@ class EngineConfig(BaseModel):
     """Return the support of every generated token, unless the request says otherwise."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """What logprobs means: over the whole vocabulary (raw) or over the support (processed); logits likewise."""
-    max_logprobs: int = Field(20, ge=0, le=MAX_LOGPROBS)
-    """Most log-probabilities a request may ask for per token."""
+    max_logprobs: int = Field(20, ge=-1, le=MAX_COUNT)
+    """Most log-probabilities a request may ask for per token; -1 for the whole vocabulary."""
     sampling_mask_contract: SamplingMaskContract = "exact"
-    """exact allows greedy, top_k off and custom processors with masks; vllm refuses what vLLM refuses."""
+    """exact allows greedy, top_k off and custom processors with masks, and bans bad words in every spelling; vllm
+    refuses what vLLM refuses, raises temperatures to 0.01 and bans the spellings that vLLM bans."""
     sampling_semantics: SamplingSemantics = "vllm"
     """Whose filter order and boundaries requests follow unless they say otherwise."""
     max_mask_bytes_per_request: int = Field(256 * 2**20, ge=1)

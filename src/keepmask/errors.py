@@ -4,13 +4,15 @@
 
     KeepmaskError
     ├── ConfigError    the engine or server cannot start as configured: change the configuration
-    ├── RequestError   this request cannot be served: change the request (`param` names the field)
+    ├── RequestError   this request cannot be served: change the request (`param` names the field, `code` the kind)
     ├── MaskError      rows, ids or bytes that do not make a valid mask: fix what produced them
     ├── EngineError    the engine itself failed: every request in flight was answered, restart it
     └── BackendError   another engine could not be reached or answered something unusable
 
 The first three are also `ValueError`, the last two also `RuntimeError`.
 """
+
+from __future__ import annotations
 
 __all__ = ["BackendError", "ConfigError", "EngineError", "KeepmaskError", "MaskError", "RequestError"]
 
@@ -26,12 +28,17 @@ class ConfigError(KeepmaskError, ValueError):
 class RequestError(KeepmaskError, ValueError):
     """One request cannot be served; the engine and its other requests are unaffected.
 
-    param: name of the offending request field, None where no single field is at fault.
+    message: begins with the field's name where one field is at fault. param: that name. code: what clients tell the
+    kind of refusal by, where OpenAI has one for it: "context_length_exceeded".
     """
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
+
+    def renamed(self, param: str) -> RequestError:
+        """The same refusal of a field that the client knows by another name."""
+        return RequestError(param + str(self).removeprefix(self.param or ""), param=param, code=self.code)
 
 
 class MaskError(KeepmaskError, ValueError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
 from keepmask.engine.request import Request
+from keepmask.engine.turns import Turns
 from keepmask.engine.weights import read_safetensors, safetensors_files
 from keepmask.errors import ConfigError, EngineError, RequestError
 from keepmask.outputs import RequestOutput
@@ -25,11 +27,19 @@ Prompt = str | Mapping[str, Any]
 
 
 class _Checked(NamedTuple):
-    """A prompt and its params, which the engine can serve."""
+    """A prompt and its params, which the engine can serve; or why the prompt does not fit."""
 
     token_ids: Sequence[int]
     text: str | None
     params: SamplingParams
+    refusal: RequestError | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The requests of one call of `generate`."""
+
+    num_unfinished: int
 
 
 class LLM:
@@ -38,13 +48,18 @@ class LLM:
     model: a packaged model's name, a checkpoint folder, or a Hugging Face hub id. The other options are the fields of
     `EngineConfig`. logits_processors: custom steps between bad words and temperature, in this order.
 
-    Raises ConfigError when the engine cannot start as configured.
+    Any number of threads may call its methods: their requests are computed in the same steps. Raises ConfigError when
+    the engine cannot start as configured.
     """
 
     def __init__(self, model: str, *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
         self.engine = Engine(self.config, processors=logits_processors)
         self._num_requests = 0
+        self._turns = Turns()
+        """Whoever has it owns the engine."""
+        self._batch_of: dict[str, _Batch] = {}
+        """By the ids of unfinished requests."""
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
@@ -64,21 +79,28 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them; outputs come in the order of the prompts.
 
-        sampling_params: one for all prompts, or one each. use_tqdm: show a progress bar with tokens/s.
-        Raises RequestError, before anything runs, when a request cannot be served. A completion that fails while
-        running ends with finish_reason "error" and does not disturb the others.
+        sampling_params: one for all prompts, or one each. A completion ends with finish_reason "length" where the
+        context is full. use_tqdm: show a progress bar with tokens/s.
+        Raises RequestError, before anything runs, when a request cannot be served. A prompt of a list that is too long
+        for the context, and a completion that fails while running, ends with finish_reason "error" and does not
+        disturb the others.
         """
         checked = self._check(prompts, sampling_params)
         requests: list[Request] = []
         try:
-            requests += [self._add(each) for each in checked]
+            with self._turns:
+                requests += [self._add(each) for each in checked if each.refusal is None]
+                batch = _Batch(len(requests))
+                self._batch_of.update((request.request_id, batch) for request in requests)
             if use_tqdm:
-                self._run_with_progress(requests)
+                self._run_with_progress(batch)
             else:
-                self._run(requests, lambda _done: None)
-            return [self.engine.output(request) for request in requests]
+                self._run(batch, lambda _num_left: None)
+            with self._turns:
+                served = iter(requests)
+                return [self._refused(each) if each.refusal else self.engine.output(next(served)) for each in checked]
         finally:
-            self.engine.abort([request.request_id for request in requests])
+            self._abort(requests)
 
     def chat(
         self,
@@ -135,17 +157,24 @@ class LLM:
         return self._stream(checked)
 
     def _stream(self, checked: _Checked) -> Iterator[RequestOutput]:
-        request = self._add(checked)
+        with self._turns:
+            request = self._add(checked)
         try:
+            shown = _progress(request)
             while True:
-                # Others may have stepped the engine between two outputs of this one.
-                if request.finished or request in self.step():
+                with self._turns:
+                    # Others may have stepped the engine between two outputs of this one.
+                    if _progress(request) == shown:
+                        self._step()
+                    if _progress(request) == shown:
+                        continue
+                    shown = _progress(request)
                     output = self.engine.output(request)
-                    yield output
-                    if output.finished:
-                        return
+                yield output
+                if output.finished:
+                    return
         finally:
-            self.engine.abort([request.request_id])
+            self._abort([request])
 
     def update_weights(
         self,
@@ -168,17 +197,16 @@ class LLM:
         else:
             for file in safetensors_files(Path(weights)):
                 stage.add(read_safetensors(file.read_bytes(), name=str(file)))
-        return self.engine.update_weights(stage, version)
+        with self._turns:
+            return self.engine.update_weights(stage, version)
 
     def step(self) -> list[Request]:
         """One step of the engine; returns the requests that have new tokens or ended.
 
         Raises EngineError when the engine itself failed.
         """
-        try:
-            return self.engine.step()
-        except Exception as error:
-            raise EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}") from error
+        with self._turns:
+            return self._step()
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -206,30 +234,73 @@ class LLM:
                 f"sampling_params: {len(params)} for {len(items)} prompts; give one for all or one for each",
                 param="sampling_params",
             )
-        checked = []
-        for item, each in zip(items, params, strict=True):
-            token_ids, text = self.tokenize(item)
-            checked.append(_Checked(token_ids, text, self.engine.resolve(token_ids, each)))
-        return checked
+        return [
+            self._check_one(item, each, alone=items is not prompts) for item, each in zip(items, params, strict=True)
+        ]
+
+    def _check_one(self, prompt: Prompt, params: SamplingParams, *, alone: bool) -> _Checked:
+        token_ids, text = self.tokenize(prompt)
+        try:
+            return _Checked(token_ids, text, self.engine.resolve(token_ids, params, cut=True))
+        except RequestError as error:
+            if alone or error.code != "context_length_exceeded":
+                raise
+            return _Checked(token_ids, text, params, error)
+
+    # Within a turn
 
     def _add(self, checked: _Checked) -> Request:
-        request = self.engine.add(str(self._num_requests), checked.token_ids, checked.params, prompt=checked.text)
+        return self.engine.add(self._next_id(), checked.token_ids, checked.params, prompt=checked.text)
+
+    def _refused(self, checked: _Checked) -> RequestOutput:
+        return self.engine.refused(
+            self._next_id(), checked.token_ids, checked.params, prompt=checked.text, reason=str(checked.refusal)
+        )
+
+    def _next_id(self) -> str:
         self._num_requests += 1
-        return request
+        return str(self._num_requests - 1)
 
-    def _run(self, requests: list[Request], on_step: Callable[[int], None]) -> None:
-        """Step until these requests are done; on_step is told how many are after each step."""
-        unfinished = set(requests)
-        while unfinished:
-            unfinished.difference_update(request for request in self.step() if request.finished)
-            on_step(len(requests) - len(unfinished))
+    def _step(self) -> list[Request]:
+        try:
+            requests = self.engine.step()
+        except Exception as error:
+            raise EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}") from error
+        for request in requests:
+            if request.finished and (batch := self._batch_of.pop(request.request_id, None)) is not None:
+                batch.num_unfinished -= 1
+        return requests
 
-    def _run_with_progress(self, requests: list[Request]) -> None:
+    # Between turns
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        with self._turns:
+            self.engine.abort([request.request_id for request in requests])
+            for request in requests:
+                self._batch_of.pop(request.request_id, None)
+
+    def _run(self, batch: _Batch, on_step: Callable[[int], None]) -> None:
+        """Step until these requests are done; on_step is told how many are left after each step."""
+        while batch.num_unfinished:
+            with self._turns:
+                if batch.num_unfinished:  # whoever had the turn before may have done the last step
+                    self._step()
+            on_step(batch.num_unfinished)
+
+    def _run_with_progress(self, batch: _Batch) -> None:
         from keepmask.progress import Progress  # rich loads when a bar is shown
 
-        before = self.engine.stats().num_generated_tokens
-        with Progress(len(requests)) as progress:
-            self._run(requests, lambda done: progress.update(done, self.engine.stats().num_generated_tokens - before))
+        size, before = batch.num_unfinished, self.engine.stats().num_generated_tokens
+        with Progress(size) as progress:
+            self._run(
+                batch,
+                lambda num_left: progress.update(size - num_left, self.engine.stats().num_generated_tokens - before),
+            )
+
+
+def _progress(request: Request) -> tuple[int, bool]:
+    """What changes when the request has something new to show."""
+    return sum(len(completion.token_ids) for completion in request.completions), request.finished
 
 
 def _conversations(messages: Any) -> list[Any]:

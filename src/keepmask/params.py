@@ -22,13 +22,12 @@ _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 # Bounds on what one request may ask for, so that no request can exhaust the engine before it is scheduled.
-MAX_N = 1024
+MAX_N = 16_384  # VLLM_MAX_N_SEQUENCES
 MAX_STOP = 64
 MAX_TOKEN_LIST = 262_144
-MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS = 128  # each is looked for at every token
 MAX_STRING = 1024
 MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 1024
 MAX_COUNT = 2**31 - 1
 # Beyond these, float32 logits over- or underflow and -inf / inf is NaN.
 MAX_TEMPERATURE = 1e6
@@ -50,7 +49,8 @@ class SamplingParams(BaseModel):
     n: int = Field(1, ge=1, le=MAX_N)
     """Completions to return for the prompt."""
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
-    """Divides the logits. Below 1e-5 the draw is greedy: the highest logit, ties to the lowest id."""
+    """Divides the logits. Below 1e-5 the draw is greedy: the highest logit, ties to the lowest id. With
+    sampling_mask_contract="vllm", what lies in (0, 0.01) counts as 0.01."""
     top_k: int = Field(0, ge=-1, le=MAX_COUNT)
     """Keep the k highest logits, and ties with the k-th; 0 or -1 keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -58,7 +58,7 @@ class SamplingParams(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop ids less likely than min_p times the most likely one; 0.0 keeps all."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    """Makes the draws reproducible. A request without one is given one, which its output reports."""
+    """Makes the draws reproducible. A request without one, or with -1, is given one, which its output reports."""
     max_tokens: int | None = Field(16, ge=1, le=MAX_COUNT)
     """Most tokens to generate per completion; None generates until the model's context is full."""
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
@@ -71,9 +71,10 @@ class SamplingParams(BaseModel):
     """Keep the stop string, or stop token, in the text. The token ids and rows are every drawn token either way."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """Log-probabilities to return per generated token: this many of the most likely ids, and the drawn one."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1, le=MAX_COUNT)
+    """Log-probabilities to return per generated token: this many of the most likely ids, and the drawn one; -1 for
+    all."""
+    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_COUNT)
     """The same for each prompt token."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Subtracted from the logit of every id already in the output."""
@@ -84,11 +85,11 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
     """Token id to a value in [-100, 100] added to its logit."""
     bad_words: list[str] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
-    """Words whose last token is banned wherever the tokens before it match."""
+    """Words, at the start of a text and after a space, whose last token is banned where the tokens before it match."""
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=MAX_TOKEN_LIST)
     """Ban every other token id; None bans nothing."""
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """Most tokens between the engine's thinking start and end tokens; then the end tokens are forced."""
+    """Most tokens between the engine's thinking start and end tokens; then the end tokens are forced. -1 for no end."""
     return_sampling_mask: bool | None = None
     """Return the support of every generated token; None follows the engine's setting."""
     return_sampling_mask_logprobs: bool = False
@@ -105,6 +106,11 @@ class SamplingParams(BaseModel):
             super().__init__(**{name: plain(value) for name, value in fields.items()})
         except ValidationError as error:
             raise _request_error(error, type(self).model_fields) from None
+
+    @field_validator("seed", "thinking_token_budget", mode="before")
+    @classmethod
+    def _minus_one_is_none(cls, value: object) -> object:
+        return None if type(value) is int and value == -1 else value
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod

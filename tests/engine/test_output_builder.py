@@ -74,6 +74,17 @@ def test_a_stop_token_ends_the_completion_and_keeps_its_row(llm):
     assert run(llm, 11, stop_token_ids=[W302], include_stop_str_in_output=True).text == "w300w301w302"
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_stop_string_that_is_one_special_token_is_its_id(llm, skip):
+    output = run(llm, 13, stop=["<bos>", "w999"], skip_special_tokens=skip)
+    assert output.token_ids == [W300, tiny.BOS]
+    assert (output.finish_reason, output.stop_reason, output.text) == ("stop", "<bos>", "w300")
+    output = run(llm, 13, stop="<bos>", skip_special_tokens=skip, include_stop_str_in_output=True)
+    assert output.text == ("w300" if skip else "w300<bos>")
+    # As a stop token it is not drawn before min_tokens are out.
+    assert tiny.BOS not in run(llm, 20, stop="<bos>", min_tokens=30, ignore_eos=True).sampling_mask.ids
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "w3"), (True, "w300w")])
 def test_a_stop_string_that_ends_inside_a_token_keeps_the_whole_token(llm, include, text):
     output = run(llm, 11, stop=["nothing", "00w"], include_stop_str_in_output=include)

@@ -34,6 +34,7 @@ class CompletionText:
         "_skip_special_tokens",
         "_start",
         "_stop",
+        "cut",
         "text",
     )
 
@@ -64,6 +65,8 @@ class CompletionText:
         self._next_start = 0
         self._given = ""
         self.text = ""
+        self.cut = False
+        """Whether a stop string ended it."""
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +130,7 @@ class CompletionText:
             return None
         end, at, stop = min(hits)
         self.text = self.text[: end if self._include_stop else at]
-        self._ended = True
+        self._ended = self.cut = True
         return stop
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from keepmask.engine.speculation import speculation_of
 from keepmask.engine.weights import WeightStage, checksums, randomize
 from keepmask.errors import RequestError
 from keepmask.forward.forward_batch import ForwardBatch
+from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor, SampledBatch, Sampler, SamplerSpec, prompt_logprobs
@@ -72,7 +73,7 @@ class Engine:
                 semantics=config.sampling_semantics,
                 contract=config.sampling_mask_contract,
                 return_sampling_mask=config.return_sampling_mask,
-                max_logprobs=config.max_logprobs,
+                max_logprobs=self.runner.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
                 max_mask_bytes_per_request=config.max_mask_bytes_per_request,
                 banned_token_ids=unmapped_token_ids(config, self.tokenizer, self.runner.vocab_size),
                 thinking_start_token_ids=tuple(config.thinking_start_token_ids),
@@ -122,12 +123,13 @@ class Engine:
             num_accepted_tokens=self._speculation.num_accepted if self._speculation is not None else 0,
         )
 
-    def resolve(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+    def resolve(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cut: bool = False) -> SamplingParams:
         """`params` with its defaults filled in for this prompt, checked against everything this engine knows.
 
-        Raises RequestError naming the field, the rule and the remedy; the engine is unchanged.
+        cut: max_tokens that the context has no room for become what it has room for, as in vLLM's `LLM`. Raises
+        RequestError naming the field, the rule and the remedy; the engine is unchanged.
         """
-        params = self._admission.resolve(len(self._admission.token_ids(prompt_token_ids)), params)
+        params = self._admission.resolve(len(self._admission.token_ids(prompt_token_ids)), params, cut=cut)
         self._admission.bad_words(params)
         return params
 
@@ -153,6 +155,7 @@ class Engine:
             params=params,
             seed=self._next_seed() if params.seed is None else params.seed,
             stop_token_ids=frozenset(params.stop_token_ids),
+            stop_names=self._admission.stop_ids(params),
         )
         for index in range(params.n):
             row = self.sampler.open_row(
@@ -176,6 +179,40 @@ class Engine:
         if self._speculation is not None:
             self._speculation.begin(request)
         return request
+
+    def refused(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        reason: str,
+        prompt: str | None = None,
+    ) -> RequestOutput:
+        """The output of a request that was never added: completions without a token that ended in an error."""
+        asked = params.return_sampling_mask
+        masked = self.sampler.spec.return_sampling_mask if asked is None else asked
+        outputs = [
+            CompletionOutput(
+                index=index,
+                text="",
+                token_ids=[],
+                logprobs=None if params.logprobs is None else [],
+                sampling_mask=SamplingMask.from_lists([]) if masked else None,
+                finish_reason="error",
+                stop_reason=reason,
+            )
+            for index in range(params.n)
+        ]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=list(prompt_token_ids),
+            outputs=outputs,
+            finished=True,
+            seed=params.seed or 0,
+            sampling_params=params,
+        )
 
     def output(self, request: Request) -> RequestOutput:
         """All there is of the request so far."""
@@ -320,7 +357,7 @@ class Engine:
         if may_stop and token_id in self.eos_token_ids and not params.ignore_eos:
             completion.finish("stop")
         elif may_stop and token_id in request.stop_token_ids:
-            completion.finish("stop", token_id)
+            completion.finish("stop", request.stop_names.get(token_id, token_id))
         elif params.stop and completion.text and (found := completion.text.push([token_id])) is not None:
             completion.finish("stop", found)
         elif len(completion.token_ids) == params.max_tokens:

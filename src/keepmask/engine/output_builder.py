@@ -29,7 +29,7 @@ class OutputBuilder:
             self._tokenizer.backend_tokenizer,
             byte_ids=self._byte_ids,
             skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop,
+            stop=[each for each in params.stop if each not in request.stop_names.values()],
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
@@ -77,7 +77,7 @@ class OutputBuilder:
         text, params = completion.text, completion.request.params
         if text is None:
             return ""
-        ended_by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+        ended_by_token = completion.finish_reason == "stop" and not text.cut
         hidden = 1 if ended_by_token and not params.include_stop_str_in_output else 0
         new = completion.token_ids[text.num_tokens : len(completion.token_ids) - hidden]
         if completion.state is State.FINISHED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -140,6 +141,8 @@ class Request:
     prompt: str | None = None
     stop_token_ids: frozenset[int] = frozenset()
     """Those of the params, to look up in."""
+    stop_names: Mapping[int, str] = field(default_factory=dict)
+    """Stop strings that are one special token each, by its id."""
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0

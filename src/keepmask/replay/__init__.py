@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from keepmask.extras import needs
+
 if TYPE_CHECKING:
     from keepmask.replay import objectives, ratios, stats
     from keepmask.replay.history import LogitBias, TokenHistory
@@ -86,11 +88,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("objectives", "ratios", "stats"):
-        return import_module(f"keepmask.replay.{name}")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'keepmask.replay' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    with needs("engine" if name == "add_lm_head" else "replay", f"keepmask.replay.{name}"):
+        if name in ("objectives", "ratios", "stats"):
+            return import_module(f"keepmask.replay.{name}")
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

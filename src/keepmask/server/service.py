@@ -100,7 +100,7 @@ class Service:
         except RequestError as error:
             if error.param not in ("prompt", "prompt_token_ids"):
                 raise
-            raise RequestError(f"{param}: {str(error).partition(': ')[2]}", param=param) from None
+            raise error.renamed(param) from None
         return Order(
             prompt_token_ids=list(prompt_token_ids),
             params=resolved,

@@ -181,10 +181,7 @@ def _wants_top_p_ids(given: Mapping[str, Any]) -> bool:
 
 def _by_their_name(error: RequestError) -> RequestError:
     """The error with SGLang's name of the field."""
-    if error.param not in _THEIRS:
-        return error
-    name = _THEIRS[error.param]
-    return RequestError(str(error).replace(error.param, name), param=name)
+    return error.renamed(_THEIRS[error.param]) if error.param in _THEIRS else error
 
 
 class _Shape:
