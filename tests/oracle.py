@@ -136,6 +136,13 @@ class Cut(NamedTuple):
     margin: float = math.inf
 
 
+def exactly_top_k(z: Row, k: int) -> Cut:
+    """Sort by (z descending, id ascending); keep the first k, so of ties with the k-th the lowest ids; k <= 0: all."""
+    rank = np.empty(z.size, np.int64)
+    rank[np.argsort(-z, kind="stable")] = np.arange(z.size)
+    return Cut(((rank < k) | (k <= 0)) & (z > -np.inf))
+
+
 def top_k(z: Row, k: int) -> Cut:
     """Keep logits >= the k-th largest, so ties with it stay; k <= 0 or k >= V keeps all that is left."""
     if not 0 < k < z.size:
@@ -168,6 +175,14 @@ def top_p_inclusive(z: Row, p: float) -> Cut:
     return Cut((z >= last) & (z > -np.inf), margin)
 
 
+def top_p_inclusive_count(z: Row, p: float) -> Cut:
+    """Sort by (z descending, id ascending); keep an id while the mass before it is <= p of the whole."""
+    if p >= 1:
+        return Cut(z > -np.inf)
+    order, before, total, margin = _mass_before(z, p)
+    return Cut(_scattered(order, before <= p * total) & (z > -np.inf), margin)
+
+
 def top_p_from_below(z: Row, p: float) -> Cut:
     """Sort by (z ascending, id ascending); drop an id while the mass up to and with it is <= 1 - p of the whole.
 
@@ -185,7 +200,12 @@ def top_p_from_below(z: Row, p: float) -> Cut:
 
 
 def filters_vllm(z: Row, params: Any) -> Cut:
-    """min-p, then top-k, then top-p on what they left."""
+    """min-p, then exactly k, then top-p on what they left: vLLM's Triton sampler."""
+    return _one_after_the_other(z, (min_p, params.min_p), (exactly_top_k, params.top_k), (top_p, params.top_p))
+
+
+def filters_vllm_torch(z: Row, params: Any) -> Cut:
+    """min-p, then top-k with its ties, then top-p on what they left: vLLM's PyTorch path."""
     return _one_after_the_other(z, (min_p, params.min_p), (top_k, params.top_k), (top_p, params.top_p))
 
 
@@ -200,7 +220,20 @@ def filters_sglang(z: Row, params: Any) -> Cut:
     return Cut(nucleus.keep & window.keep & rest.keep, min(nucleus.margin, rest.margin))
 
 
-FILTERS: dict[str, Callable[[Row, Any], Cut]] = {"vllm": filters_vllm, "sglang": filters_sglang, "hf": filters_hf}
+def filters_sglang_torch(z: Row, params: Any) -> Cut:
+    """The same with exact numbers of ids, of ties the lowest."""
+    nucleus, window = top_p_inclusive_count(z, params.top_p), exactly_top_k(z, params.top_k)
+    rest = min_p(z, params.min_p)
+    return Cut(nucleus.keep & window.keep & rest.keep, min(nucleus.margin, rest.margin))
+
+
+FILTERS: dict[str, Callable[[Row, Any], Cut]] = {
+    "vllm": filters_vllm,
+    "vllm-torch": filters_vllm_torch,
+    "sglang": filters_sglang,
+    "sglang-torch": filters_sglang_torch,
+    "hf": filters_hf,
+}
 
 
 def _one_after_the_other(z: Row, *stages: tuple[Callable[[Row, Any], Cut], float]) -> Cut:

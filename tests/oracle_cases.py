@@ -236,7 +236,7 @@ def filters(V):
             st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1 - 2**-53, 1e-12]), st.floats(0.001, 0.9999)
         ),
         "min_p": st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(1e-6, 1.0)),
-        "sampling_semantics": st.sampled_from(["vllm", "sglang", "hf"]),
+        "sampling_semantics": st.sampled_from(["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"]),
     }
 
 
@@ -278,7 +278,7 @@ def worlds(draw, max_vocab_size=24):
     thinking = draw(st.booleans())
     return World(
         vocab_size=V,
-        semantics=draw(st.sampled_from(["vllm", "sglang", "hf"])),
+        semantics=draw(st.sampled_from(["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"])),
         eos_token_ids=tuple(draw(ids(V, 2))),
         banned_token_ids=tuple(draw(ids(V, 2))),
         # Other tokens open than close a thinking span.

@@ -24,10 +24,10 @@ class OracleServer:
     """Serves from the start of the block to its end.
 
     semantics: the profile it follows. noise: nats by which its logits differ from one request to the next.
-    masks: "on", "asked" or "off". rules: broken ones, of "bias_last" (added after the temperature), "strict_top_k" (no
-    ties), "stop_free" (min_tokens ignored), "output_only" (repetition does not see the prompt), "stray" (draws outside
-    the row), "uneven" (rows of equal completions differ), "raw" (logprobs as of before any step), "greedy_refused",
-    "greedy_crashes", "silent" (it crashes without a word where masks are unbounded, as vLLM 0.32 does).
+    masks: "on", "asked" or "off". rules: broken ones, of "bias_last" (added after the temperature), "stop_free"
+    (min_tokens ignored), "output_only" (repetition does not see the prompt), "stray" (draws outside the row), "uneven"
+    (rows of equal completions differ), "raw" (logprobs as of before any step), "greedy_refused", "greedy_crashes",
+    "silent" (it crashes without a word where masks are unbounded, as vLLM 0.32 does).
     version: whether it tells what it is.
     broken: a function from path and parsed body to (status, text), or None to answer as usual.
     """
@@ -184,10 +184,6 @@ class OracleServer:
         return self.broken_step(step, params, index, z)
 
     def broken_step(self, step, params, index, z):
-        if "strict_top_k" in self.rules and 0 < params.top_k < step.ids.size:
-            kept = np.sort(step.ids[np.argsort(-step.logits[step.ids], kind="stable")[: params.top_k]])
-            logprobs = oracle.log_softmax(step.logits[kept])
-            return replaced(step, support=kept, logprobs=logprobs, token_id=int(kept[0]))
         if "stray" in self.rules and params.max_tokens == 1 and params.top_k == 3:
             return replaced(step, token_id=int((set(range(VOCAB_SIZE)) - set(step.ids.tolist())).pop()))
         if "uneven" in self.rules and index == 7:

@@ -30,7 +30,7 @@ def refusal(**options):
         ("logprobs_mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"], ["raw"]),
         ("max_logprobs", [-1, 0, 2**31 - 1], [-2, 2**31]),
         ("sampling_mask_contract", ["exact", "vllm"], ["strict"]),
-        ("sampling_semantics", ["vllm", "sglang", "hf"], [None]),
+        ("sampling_semantics", ["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"], [None]),
         ("max_mask_bytes_per_request", [1], [0]),
         ("ban_unmapped_token_ids", [True], ["no"]),
         ("trust_remote_code", [False, True], [1]),

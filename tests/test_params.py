@@ -71,7 +71,7 @@ def test_error_sentences_say_what_came_what_is_legal_and_what_to_do():
     )
     assert str(refusal(top_k=-2)) == (
         "top_k=-2: must be an integer in [-1, 2147483647]. "
-        "Keep the k highest logits, and ties with the k-th; 0 or -1 keeps all."
+        "Keep the k highest logits; 0 or -1 keeps all. Of ties with the k-th the profile keeps the lowest ids, or all."
     )
     assert str(refusal(min_tokens=17)) == "min_tokens=17: must not exceed max_tokens=16"
 
@@ -201,9 +201,9 @@ def test_a_bias_that_is_none_is_refused(bias, says):
 
 
 def test_semantics_is_a_known_profile():
-    for name in ("vllm", "sglang", "hf", None):
+    for name in ("vllm", "vllm-torch", "sglang", "sglang-torch", "hf", None):
         assert SamplingParams(sampling_semantics=name).sampling_semantics == name
-    assert "should be 'vllm', 'sglang' or 'hf'" in str(refusal(sampling_semantics="tgi"))
+    assert "should be 'vllm', 'vllm-torch', 'sglang', 'sglang-torch' or 'hf'" in str(refusal(sampling_semantics="tgi"))
 
 
 # ---------------------------------------------------------------- fields that must agree

@@ -13,7 +13,7 @@ from keepmask.errors import RequestError
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingParams", "SamplingSemantics"]
 
-SamplingSemantics = Literal["vllm", "sglang", "hf"]
+SamplingSemantics = Literal["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"]
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -52,7 +52,7 @@ class SamplingParams(BaseModel):
     """Divides the logits. Below 1e-5 the draw is greedy: the highest logit, ties to the lowest id. With
     sampling_mask_contract="vllm", what lies in (0, 0.01) counts as 0.01."""
     top_k: int = Field(0, ge=-1, le=MAX_COUNT)
-    """Keep the k highest logits, and ties with the k-th; 0 or -1 keeps all."""
+    """Keep the k highest logits; 0 or -1 keeps all. Of ties with the k-th the profile keeps the lowest ids, or all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the most likely ids until their mass reaches top_p; 1.0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)

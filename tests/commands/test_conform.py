@@ -32,7 +32,7 @@ def refused(*arguments):
 
 
 def test_the_sampler_in_this_process_is_what_its_profile_says(capsys):
-    for profile in ("vllm", "sglang", "hf"):
+    for profile in ("vllm", "vllm-torch", "sglang", "sglang-torch", "hf"):
         code, text = conform(capsys, "--semantics", profile, "--expect", profile)
         assert code == 0
         assert f"Expected {profile}: yes." in text

@@ -42,16 +42,17 @@ def test_everything_is_on_one_page_with_nothing_cut():
     for probe in PROBES:
         (line,) = (line for line in lines if line.split()[:1] == [probe.name])
         assert probe.rule in line
-        for profile in ("vllm", "sglang", "hf"):
+        for profile in ("vllm", "vllm-torch", "sglang", "sglang-torch", "hf"):
             assert support_text(probe.expected(profile)) in line
 
 
 def test_rows_say_which_profiles_they_follow_and_the_end_whether_it_is_the_expected_one():
     text = printed(answering(as_sglang), "vllm")
-    assert "NO: sglang hf" in next(line for line in text.splitlines() if "min_p_and_top_p" in line)
+    assert "NO: sglang sglang-torch hf" in next(line for line in text.splitlines() if "min_p_and_top_p" in line)
     flat = " ".join(text.split())
-    assert f"Of {len(PROBES)} probes that could be asked the target follows vllm in 34, sglang in 40, hf in 35." in flat
-    assert "Expected vllm: NO, differs in top_p_tie, top_p_boundary, top_k_then_top_p," in flat
+    counts = "vllm in 32, vllm-torch in 34, sglang in 40, sglang-torch in 35, hf in 35"
+    assert f"Of {len(PROBES)} probes that could be asked the target follows {counts}." in flat
+    assert "Expected vllm: NO, differs in top_k_tie, top_k_nine_tied, top_p_tie, top_p_boundary," in flat
     assert "Expected sglang: yes." in printed(answering(as_sglang), "sglang")
     assert "Expected" not in printed(answering(as_sglang))
 

@@ -72,11 +72,17 @@ def test_json_holds_question_answer_and_verdict():
     assert document["expect"] == "sglang"
     assert document["passed"] is False
     assert document["asked"] == 1
-    assert document["differing"] == {"vllm": [], "sglang": ["top_k_then_top_p"], "hf": []}
+    assert document["differing"] == {
+        "vllm": [],
+        "vllm-torch": [],
+        "sglang": ["top_k_then_top_p"],
+        "sglang-torch": ["top_k_then_top_p"],
+        "hf": [],
+    }
     joint, greedy = document["probes"]
     assert joint["params"] == {"top_k": 3, "top_p": 0.75}
     assert (joint["vllm"], joint["sglang"], joint["hf"]) == ([0, 1], [0, 1, 2], [0, 1])
-    assert (joint["status"], joint["target"], joint["agrees"]) == ("tested", [0, 1], ["vllm", "hf"])
+    assert (joint["status"], joint["target"], joint["agrees"]) == ("tested", [0, 1], ["vllm", "vllm-torch", "hf"])
     assert (greedy["status"], greedy["target"], greedy["note"]) == ("refused", None, "needs temperature")
     assert found.as_dict()["passed"] is None
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import oracle
-from keepmask.sampling.cuda import draw_table
 from keepmask.sampling.cuda.compaction import Supports
 from keepmask.sampling.cuda.draw_table import COLUMNS, DrawTable
+from keepmask.sampling.row_records import PROFILES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 OFF = 2**31 - 1
-PROFILES = {"vllm": draw_table.VLLM, "sglang": draw_table.SGLANG, "hf": draw_table.HF}
+CODES = {name: code for code, name in enumerate(PROFILES)}
 
 
 def row(
@@ -35,14 +35,14 @@ def row(
     """The columns of one row, with what its filters mean for the selection of candidates."""
     ranks, cuts, floors = top_k < OFF, top_p < 1, min_p > 0
     log_min_p = np.log(min_p) if min_p else -np.inf
-    needs_all = {"vllm": not ranks and not floors, "hf": not ranks, "sglang": True}[profile]
+    needs_all = not (ranks or (floors and profile != "hf")) or profile.startswith("sglang")
     bounded_by_min_p = floors and not greedy and not (profile == "hf" and cuts and ranks)
     select_k = 1 if greedy else top_k if ranks else 0
     by_rank = select_k > 0 or bounded_by_min_p
     return {
         "greedy": greedy,
         "top_k": top_k,
-        "profile": PROFILES[profile],
+        "profile": CODES[profile],
         "position": position,
         "completion": completion,
         "seed": seed,

@@ -28,7 +28,7 @@ def supports(impl, requests, **world):
     return [batch.mask.wait().row(i)[0].tolist() for i in range(len(requests))]
 
 
-@pytest.mark.parametrize(("semantics", "kept"), [("vllm", [0]), ("sglang", [0, 1, 2])])
+@pytest.mark.parametrize(("semantics", "kept"), [("vllm", [0]), ("sglang", [0, 1, 2]), ("sglang-torch", [0, 1])])
 def test_c1_one_answer_on_every_one_of_256_identical_rows(impl, semantics, kept):
     batch = [request(logits(0.4, 0.2, 0.2, 0.1, 0.1), top_k=2, top_p=0.45) for _ in range(256)]
     for i, one in enumerate(batch):
@@ -60,15 +60,25 @@ def test_c4_never_an_empty_row(impl):
     assert supports(impl, [request(logits(0.4, 0.35, 0.25), top_k=1, top_p=0.8, temperature=0.01)]) == [[0]]
 
 
-def test_c5_ties_at_the_cut_are_all_kept(impl):
+EXACT_COUNT = [("vllm", True), ("vllm-torch", False), ("sglang", False), ("sglang-torch", True), ("hf", False)]
+
+
+@pytest.mark.parametrize(("semantics", "exact_count"), EXACT_COUNT)
+def test_c5_of_ties_with_the_kth_the_lowest_ids_stay_or_all(impl, semantics, exact_count):
     z = [5.0, 4.0, 3.0] + [2.0] * 9 + [1.0]
-    assert supports(impl, [request(z, top_k=4)]) == [list(range(12))]
+    spread = [-5.0, -1.0, 2.0, -1.0, -5.0, 2.0, 3.0, 2.0]
+    kept = [0, 1, 2, 3] if exact_count else list(range(12))
+    assert supports(impl, [request(z, top_k=4)], semantics=semantics) == [kept]
+    kept = [2, 6] if exact_count else [2, 5, 6, 7]
+    assert supports(impl, [request(spread, top_k=2)], semantics=semantics) == [kept]
 
 
-def test_c5_more_ties_than_a_compact_row_holds(impl):
+@pytest.mark.parametrize(("semantics", "exact_count"), EXACT_COUNT)
+def test_c5_more_ties_than_candidates_are_held(impl, semantics, exact_count):
     z = np.zeros(10_000)
     z[::2] = 3.0
-    assert supports(impl, [request(z, top_k=4)]) == [list(range(0, 10_000, 2))]
+    kept = [0, 2, 4, 6] if exact_count else list(range(0, 10_000, 2))
+    assert supports(impl, [request(z, top_k=4)], semantics=semantics) == [kept]
 
 
 def test_c6_top_k_and_top_p_give_the_intersection(impl):
@@ -107,7 +117,9 @@ def test_c9_a_peaked_row_at_full_width(impl):
     ("semantics", "expected"),
     [
         ("vllm", lambda n: list(range(n))),
+        ("vllm-torch", lambda n: list(range(n))),
         ("sglang", lambda n: []),  # all of 16 tied
+        ("sglang-torch", lambda n: list(range(n + 1)) if n < 15 else []),
         ("hf", lambda n: list(range(16 - n, 16))),
     ],
 )

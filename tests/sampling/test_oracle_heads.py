@@ -55,7 +55,7 @@ def test_top_k_and_min_p_requests_are_drawn_from_the_exact_logits(impl, data, dt
         lambda filters, T, semantics: SamplingParams(temperature=T, sampling_semantics=semantics, **filters, **OPTIONS),
         bounded,
         st.sampled_from([1.0, 0.6, 2.0, 0.0]),
-        st.sampled_from(["vllm", "sglang", "hf"]),
+        st.sampled_from(["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"]),
     )
     rows = st.one_of(logits(V), wide_logits(V)) if V < 100 else wide_logits(V)
     batch = [

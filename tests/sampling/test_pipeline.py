@@ -28,7 +28,7 @@ def random_params(rng):
         "allowed_token_ids": [None, None, None, [1, 5, 9, 13]],
         "thinking_token_budget": [None, None, 2],
         "logprobs": [None, 0, 3],
-        "sampling_semantics": ["vllm", "sglang", "hf"],
+        "sampling_semantics": ["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"],
         "return_sampling_mask": [None, False],
     }
     return SamplingParams(**{name: values[rng.integers(len(values))] for name, values in choices.items()})

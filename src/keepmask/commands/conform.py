@@ -24,9 +24,9 @@ _KEY_VARIABLE = "KEEPMASK_API_KEY"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
     parser.description = (
-        "Asks an engine a table of small questions whose answers are known for the profiles vllm, sglang and hf, and "
-        "prints which one it follows where. With a URL the engine is a server that returns sampling masks, made to "
-        "have each question's distribution by logit_bias; without one it is the sampler of this package."
+        "Asks an engine a table of small questions whose answers are known for the profiles of vLLM, SGLang and "
+        "transformers, and prints which one it follows where. With a URL the engine is a server that returns sampling "
+        "masks, made to have each question's distribution by logit_bias; without one it is the sampler of this package."
     )
     parser.add_argument("url", nargs="?", metavar="URL", help="a server, such as http://127.0.0.1:8000")
     parser.add_argument("--only", nargs="+", metavar="PROBE", help="ask these probes, and none of the others")

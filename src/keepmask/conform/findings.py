@@ -14,7 +14,7 @@ from keepmask.conform.probes import GROUPS, PROFILES, Support
 
 __all__ = ["WIDTH", "page", "support_text"]
 
-WIDTH = 120
+WIDTH = 150
 """Columns the page needs."""
 
 
@@ -23,7 +23,7 @@ def page(report: Report, expect: str | None = None) -> RenderableType:
     results = {result.probe.name: result for result in report.results}
     table = Table(box=box.SIMPLE_HEAD, title=report.target, title_justify="left", pad_edge=False)
     for name in ("probe", "", *PROFILES, "target", "follows"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name.replace("-", "\n-"), no_wrap=True)
     for group, probes in GROUPS.items():
         asked = [results[probe.name] for probe in probes if probe.name in results]
         if asked:

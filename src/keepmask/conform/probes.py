@@ -5,7 +5,7 @@ lower id wherever that matters, so ties by id are ties by slot. Every other id h
 
 The expected supports are worked out by hand from the definitions of the profiles; comments show how. "Before" an id is
 the mass of the ids sorted in front of it: vllm keeps while it is < top_p, sglang while it is <= top_p, and hf drops
-from below while the mass up to and with an id is <= 1 - top_p.
+from below while the mass up to and with an id is <= 1 - top_p. vllm-torch and sglang-torch differ from these in ties.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["GROUPS", "MARGIN", "PROBES", "PROFILES", "WIDE", "Probe", "Support"]
 Support = tuple[int, ...] | Literal["all"]
 """Slots, ascending, or the whole vocabulary."""
 
-PROFILES = ("vllm", "sglang", "hf")
+PROFILES = ("vllm", "vllm-torch", "sglang", "sglang-torch", "hf")
 
 MARGIN = 0.1
 """Nats by which each logit may be off without another answer under any profile; exact probes have no margin."""
@@ -41,8 +41,12 @@ class Probe:
     params: Mapping[str, Any]
     """Fields of `SamplingParams` with slots for ids, and tuples of slots for bad_words."""
     vllm: Support
+    vllm_torch: Support | None = None
+    """None: as vllm."""
     sglang: Support | None = None
     """None: as vllm."""
+    sglang_torch: Support | None = None
+    """None: as sglang."""
     hf: Support | None = None
     """None: as vllm."""
     prompt: tuple[int, ...] = ()
@@ -59,9 +63,17 @@ class Probe:
     """Whether the slots' logits must be below zero; by default they are above."""
 
     def expected(self, profile: str) -> Support:
-        """The support under "vllm", "sglang" or "hf"."""
-        other = {"vllm": None, "sglang": self.sglang, "hf": self.hf}[profile]
-        return self.vllm if other is None else other
+        """The support under one of `PROFILES`."""
+        sglang = self.vllm if self.sglang is None else self.sglang
+        supports = {
+            "vllm": (self.vllm, None),
+            "vllm-torch": (self.vllm, self.vllm_torch),
+            "sglang": (sglang, None),
+            "sglang-torch": (sglang, self.sglang_torch),
+            "hf": (self.vllm, self.hf),
+        }
+        usual, own = supports[profile]
+        return usual if own is None else own
 
     def params_for(self, ids: Sequence[int]) -> dict[str, Any]:
         """`params` without bad_words, with the id of each slot in its place, and a wide top_k where they have none.
@@ -91,20 +103,28 @@ _ONE_FILTER = (
     # The second largest is .2, and so are the third and the fourth.
     Probe(
         name="top_k_tie",
-        rule="and ties with the k-th",
+        rule="of ties with the k-th: lowest ids, or all",
         wanted=(0.4, 0.2, 0.2, 0.2),
         params={"top_k": 2},
         exact=True,
-        vllm=(0, 1, 2, 3),
+        vllm=(0, 1),
+        vllm_torch=(0, 1, 2, 3),
+        sglang=(0, 1, 2, 3),
+        sglang_torch=(0, 1),
+        hf=(0, 1, 2, 3),
     ),
     # Three above, nine tied at the fourth place.
     Probe(
         name="top_k_nine_tied",
-        rule="all of them, however many",
+        rule="the same with nine of them",
         wanted=(0.25, 0.2, 0.15, *9 * (0.4 / 9,)),
         params={"top_k": 4},
         exact=True,
-        vllm=tuple(range(12)),
+        vllm=(0, 1, 2, 3),
+        vllm_torch=tuple(range(12)),
+        sglang=tuple(range(12)),
+        sglang_torch=(0, 1, 2, 3),
+        hf=tuple(range(12)),
     ),
     # Before the ids: 0, .5, .8, .95. hf drops .05 and .2, as they are <= .3, and not .5.
     Probe(
@@ -128,9 +148,9 @@ _ONE_FILTER = (
         params={"top_p": 0.5},
         vllm=(0,),
     ),
-    # Before the ids: 0, .25, .5, .75; none is near .6. sglang keeps the tie with the last it keeps. hf drops one, .25,
-    # as .5 is not <= .4. Of ties it drops the lowest id first: the sort in transformers leaves their order open, and
-    # this is what a stable one gives.
+    # Before the ids: 0, .25, .5, .75; none is near .6. sglang keeps the tie with the last it keeps, sglang-torch does
+    # not. hf drops one, .25, as .5 is not <= .4. Of ties it drops the lowest id first: the sort in transformers leaves
+    # their order open, and this is what a stable one gives.
     Probe(
         name="top_p_tie",
         rule="ties at the cut: lowest ids, all, highest",
@@ -139,9 +159,11 @@ _ONE_FILTER = (
         exact=True,
         vllm=(0, 1, 2),
         sglang=(0, 1, 2, 3),
+        sglang_torch=(0, 1, 2),
         hf=(1, 2, 3),
     ),
-    # Before the third id it is .5 to the bit: < leaves it out, <= takes it in and its tie with it. hf drops .25 and .5.
+    # Before the third id it is .5 to the bit: < leaves it out, <= takes it in, and in sglang its tie with it. hf drops
+    # .25 and .5.
     Probe(
         name="top_p_boundary",
         rule="mass before an id equal to it: < or <=",
@@ -150,6 +172,7 @@ _ONE_FILTER = (
         exact=True,
         vllm=(0, 1),
         sglang=(0, 1, 2, 3),
+        sglang_torch=(0, 1, 2),
         hf=(2, 3),
     ),
     Probe(
@@ -204,8 +227,8 @@ _TOGETHER = (
         vllm=(0, 1),
         sglang=(0, 1, 2),
     ),
-    # top_k leaves .8 with the tie: .5, .25, .25. Before the second, .5 >= .45; hf drops .25 and .5, as they are <= .55.
-    # sglang: before the second of the whole, .4 <= .45, and the third is tied with it.
+    # top_k leaves .6, or .8 with the tie: before the second, .67 or .5 >= .45; hf drops .25 and .5, as they are <= .55.
+    # sglang: before the second of the whole, .4 <= .45, and the third is tied with it; sglang-torch leaves that out.
     Probe(
         name="top_k_then_top_p_tie",
         rule="the same with a tie at both cuts",
@@ -214,6 +237,7 @@ _TOGETHER = (
         exact=True,
         vllm=(0,),
         sglang=(0, 1, 2),
+        sglang_torch=(0, 1),
     ),
     # min_p leaves .4 and .25. vllm, min_p first: before the second, .4 / .65 = .62 >= .5. On the whole it is .4, and
     # .65 before the third; hf drops .1, .2, .35 and not .6.

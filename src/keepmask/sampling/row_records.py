@@ -47,8 +47,8 @@ RECORD = np.dtype(
 """One row of a batch. Every field has 8 bytes, so that a device reads the records as a matrix of words."""
 
 PROFILES: tuple[SamplingSemantics, ...] = get_args(SamplingSemantics)
-VLLM, SGLANG, HF = range(len(PROFILES))
-assert PROFILES == ("vllm", "sglang", "hf")
+VLLM, VLLM_TORCH, SGLANG, SGLANG_TORCH, HF = range(len(PROFILES))
+assert PROFILES == ("vllm", "vllm-torch", "sglang", "sglang-torch", "hf")
 
 OK, NOT_FINITE, EMPTY, TOO_MANY, UNCERTAIN, INSUFFICIENT, OUTSIDE = range(7)
 """Status of a row in the kernels: fine; holds NaN or +inf; holds nothing above -inf; has more candidates than there is
@@ -114,7 +114,7 @@ def _bound_candidates(table: Records) -> None:
     greedy, profile = table["greedy"] != 0, table["profile"]
     ranks, cuts, floors = table["top_k"] < OFF_K, table["top_p"] < 1, table["log_min_p"] > -np.inf
     # The mass is that of all ids, unless an earlier filter has left few: in vllm min-p or top-k, in hf top-k.
-    needs_all = np.select([profile == VLLM, profile == HF], [~ranks & ~floors, ~ranks], True)
+    needs_all = np.select([profile <= VLLM_TORCH, profile == HF], [~ranks & ~floors, ~ranks], True)
     # In hf min-p comes after the mass cut, which must see all that top-k left.
     floors = floors & ~greedy & ~((profile == HF) & cuts & ranks)
     table["weighs"] = cuts & ~greedy & needs_all

@@ -25,7 +25,7 @@ def filters(draw, V):
         "logit_bias": st.sampled_from([{}, {}, {}, {0: 2.5, V - 1: -1.0}]),
         "repetition_penalty": st.sampled_from([1.0, 1.0, 1.0, 1.3]),
         "allowed_token_ids": st.sampled_from([None, None, None, list(range(0, V, 2))]),
-        "sampling_semantics": st.sampled_from(["vllm", "sglang", "hf"]),
+        "sampling_semantics": st.sampled_from(["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"]),
     }
     return SamplingParams(**{name: draw(strategy) for name, strategy in fields.items()})
 

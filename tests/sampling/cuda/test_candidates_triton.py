@@ -71,7 +71,7 @@ def test_the_other_profiles(profile, over_all):
     assert assert_same(logits, rows, over_all=over_all) == len(rows)
 
 
-@pytest.mark.parametrize("profile", ["vllm", "sglang", "hf"])
+@pytest.mark.parametrize("profile", ["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"])
 def test_ties_are_cut_as_the_profile_says(profile):
     rng = np.random.default_rng(2)
     levels = rng.choice([0.0, -0.0, 1.0, 1.5, -np.inf], (6, V)).astype(np.float32)
@@ -91,12 +91,14 @@ def test_hf_cuts_a_flat_row_from_the_low_end(impl, top_p):
     assert ids == (list(range(len(dropped), n)) if dropped else [])
 
 
-@pytest.mark.parametrize("profile", ["vllm", "sglang", "hf"])
+@pytest.mark.parametrize("profile", ["vllm", "vllm-torch", "sglang", "sglang-torch", "hf"])
 def test_flat_rows_are_cut_exactly(profile):
     rows = [row(profile=profile, top_p=top_p) for top_p in (0.5, 0.1, 1 - 2**-53, 0.999)]
     logits = on_device(np.full((4, 40), -1.75, np.float32))
     for (status, _, _, ids, _, _), count in zip(
-        decided(logits, rows, "triton"), (21, 5, 40, 40) if profile == "sglang" else (20, 4, 40, 40), strict=True
+        decided(logits, rows, "triton"),
+        (21, 5, 40, 40) if profile.startswith("sglang") else (20, 4, 40, 40),
+        strict=True,
     ):
         if profile == "sglang":
             count = 40  # ties with the last stay

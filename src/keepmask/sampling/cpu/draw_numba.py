@@ -25,6 +25,7 @@ from keepmask.sampling.row_records import (
     NOT_FINITE,
     OK,
     SGLANG,
+    SGLANG_TORCH,
     UNCERTAIN,
     VLLM,
     Records,
@@ -113,13 +114,16 @@ def survivors(z: NDArray[np.float32], params: Any, outside: float, floor: float)
     n, profile = z.size, params.profile
     if params.greedy:
         return 1, 1, 1, OK
-    kept_k = first_below(z, n, np.float64(z[params.top_k - 1])) if params.top_k <= n else n
+    kept_k = min(params.top_k, n)
+    if kept_k < n and profile not in (VLLM, SGLANG_TORCH):  # ties with the k-th stay
+        kept_k = first_below(z, n, np.float64(z[kept_k - 1]))
     kept_min_p = first_below(z, n, np.float64(z[0]) + params.log_min_p)
     kept = min(kept_k, kept_min_p)
     if params.top_p >= 1:
         return kept, kept, kept, OK
-    considered = kept if profile == VLLM else kept_k if profile == HF else n
-    cut, certain = mass_cut(z, considered, params.top_p, outside, profile == SGLANG)
+    inclusive = profile in (SGLANG, SGLANG_TORCH)
+    considered = n if inclusive else kept_k if profile == HF else kept
+    cut, certain = mass_cut(z, considered, params.top_p, outside, inclusive)
     if cut > considered:
         if not params.by_rank:  # where top-k or min-p bounds the candidates, what they keep is all here
             return 0, 0, 0, INSUFFICIENT
@@ -128,8 +132,9 @@ def survivors(z: NDArray[np.float32], params: Any, outside: float, floor: float)
         return 0, 0, 0, INSUFFICIENT
     if not certain:
         return 0, 0, 0, UNCERTAIN
-    if profile == VLLM:
-        return cut, cut, cut, OK
+    if profile not in (SGLANG, HF):
+        stay = min(cut, kept)
+        return stay, stay, stay, OK
     tied_end = first_below(z, considered, np.float64(z[cut - 1]))
     if profile == SGLANG:
         stay = min(tied_end, kept)

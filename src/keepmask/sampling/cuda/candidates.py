@@ -24,6 +24,7 @@ from keepmask.sampling.cuda.draw_table import (
     REACHED,
     RELATIVELY_NEAR,
     SGLANG,
+    SGLANG_TORCH,
     TOO_MANY,
     UNCERTAIN,
     VLLM,
@@ -232,10 +233,13 @@ def _survivors(s: Tensor, table: DrawTable, m: int, outside: float) -> tuple[Ten
     if table["whole"][m]:
         return torch.ones_like(s, dtype=torch.bool), False, False
     in_top_k = s >= s.topk(min(k, s.numel())).values[-1]
+    if profile in (VLLM, SGLANG_TORCH):
+        in_top_k = torch.zeros_like(in_top_k).index_fill_(0, s.argsort(descending=True, stable=True)[:k], True)
     likely = s.double() >= s.max().double() + table["log_min_p"][m]
     if top_p >= 1:
         return in_top_k & likely, False, False
-    considered = {VLLM: in_top_k & likely, SGLANG: torch.ones_like(in_top_k), HF: in_top_k}[profile]
+    inclusive = profile in (SGLANG, SGLANG_TORCH)
+    considered = torch.ones_like(in_top_k) if inclusive else in_top_k if profile == HF else in_top_k & likely
     # By (s descending, id ascending); hf has tied ids the other way round.
     order = (
         s.flip(0).argsort(descending=True, stable=True) if profile == HF else s.argsort(descending=True, stable=True)
@@ -247,7 +251,7 @@ def _survivors(s: Tensor, table: DrawTable, m: int, outside: float) -> tuple[Ten
     inside = float(before[0])
     before[0] = 0
     total = inside + outside
-    stays = before <= top_p * total if profile == SGLANG else before < top_p * total
+    stays = before <= top_p * total if inclusive else before < top_p * total
     if profile == HF:  # counts from the low end
         stays = outside + weights.flip(0).cumsum(0).flip(0) > (1 - top_p) * total
         stays[0] = True

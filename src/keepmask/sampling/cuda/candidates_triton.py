@@ -37,7 +37,9 @@ MASK_SLOT, LOGPROBS_SLOT = column("mask_slot"), column("logprobs_slot")
 OK, TOO_MANY, UNCERTAIN, OUTSIDE = (
     tl.constexpr(code) for code in (draw_table.OK, draw_table.TOO_MANY, draw_table.UNCERTAIN, draw_table.OUTSIDE)
 )
-SGLANG, HF = tl.constexpr(draw_table.SGLANG), tl.constexpr(draw_table.HF)
+VLLM, SGLANG, SGLANG_TORCH, HF = (
+    tl.constexpr(code) for code in (draw_table.VLLM, draw_table.SGLANG, draw_table.SGLANG_TORCH, draw_table.HF)
+)
 BAND = tl.constexpr(draw_table.BAND)
 NEAR, RELATIVELY_NEAR = tl.constexpr(draw_table.NEAR), tl.constexpr(draw_table.RELATIVELY_NEAR)
 
@@ -150,33 +152,41 @@ def mass_cut(
     profile: tl.tensor,
     top_p: tl.tensor,
     considered: tl.tensor,
+    num_dropped: tl.tensor,
     high: tl.tensor,
     highest: tl.tensor,
     outside: tl.tensor,
     ALL: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tuple:
-    """The cut by mass among the keys >= considered, and how it went."""
-    inclusive = profile == SGLANG
+    """The cut by mass among the keys >= considered, and how it went.
+
+    num_dropped: how many of the ids at that very key, the highest ones, top-k has dropped.
+    """
+    ties_stay = profile == SGLANG
+    inclusive = ties_stay | (profile == SGLANG_TORCH)
     inside, _, lowest = weight_above(row, considered - 1, highest, ALL, TILE)
+    inside -= num_dropped.to(tl.float64) * tl.exp(value_of_key(considered).to(tl.float64) - highest)
     total = inside + outside
     threshold = top_p * total
     first, last, bound = row[2] * 0, row[2] * 0 + ABOVE_ALL, considered
     outcome = row[2] * 0 + NOT_REACHED
-    if (inside > threshold) | ((inside == threshold) & (profile != SGLANG)):
+    if (inside > threshold) | ((inside == threshold) & (inclusive == 0)):
         bound = mass_key(row, threshold, inclusive, lowest, high, highest, ALL, TILE)
         above, _, _ = weight_above(row, bound, highest, ALL, TILE)
         num_tied = num_from(row, bound, ALL, TILE) - num_from(row, bound + 1, ALL, TILE)
+        num_tied -= tl.where(bound == considered, num_dropped, 0)
         weight = tl.exp(value_of_key(bound).to(tl.float64) - highest)
         # Equal logits alone have weights of 1, and sums without rounding. hf counts them from the other end.
-        flat = (bound == high) & (outside == 0) & (num_tied == num_from(row, considered, ALL, TILE))
+        flat = (bound == high) & (outside == 0) & (num_tied + num_dropped == num_from(row, considered, ALL, TILE))
         # Of tied ids one stays while the weight before it is short of the threshold; in sglang all do.
-        staying = tl.minimum(tl.ceil((threshold - above) / weight), num_tied.to(tl.float64))
+        room = (threshold - above) / weight
+        staying = tl.minimum(tl.where(inclusive, tl.floor(room) + 1, tl.ceil(room)), num_tied.to(tl.float64))
         staying = tl.where(flat & (profile == HF), total - tl.floor((1.0 - top_p) * total), staying)
-        num_staying = tl.where(inclusive, num_tied, tl.maximum(staying.to(tl.int32), 1))
+        num_staying = tl.where(ties_stay, num_tied, tl.maximum(staying.to(tl.int32), 1))
         before_next = above + num_staying.to(tl.float64) * weight
-        before_last = tl.where(inclusive, above, before_next - weight)
-        always_stays = (bound == high) & (inclusive | (num_staying == 1))
+        before_last = tl.where(ties_stay, above, before_next - weight)
+        always_stays = (bound == high) & (ties_stay | (num_staying == 1))
         close = tl.abs(before_next - threshold) <= BAND * total
         close = close | ((tl.abs(before_last - threshold) <= BAND * total) & (always_stays == 0))
         outcome = tl.where(close & (flat == 0), CLOSE, CERTAIN)
@@ -211,19 +221,27 @@ def filtered(
         if tl.load(ints_ptr + WHOLE * M + m) == 0:
             profile, top_k = tl.load(ints_ptr + PROFILE * M + m), tl.load(ints_ptr + TOP_K * M + m)
             top_p = tl.load(floats_ptr + TOP_P * M + m)
-            at_k = low
+            inclusive = (profile == SGLANG) | (profile == SGLANG_TORCH)
+            at_k, num_dropped = low, row[2] * 0
             if top_k < num:
                 at_k = kth_key(row, top_k, low, high, ALL, TILE)
+                if (profile == VLLM) | (profile == SGLANG_TORCH):  # exactly k stay
+                    num_dropped += num_from(row, at_k, ALL, TILE) - top_k.to(tl.int32)
             bound = tl.maximum(at_k, least_key_from(highest + tl.load(floats_ptr + LOG_MIN_P * M + m)))
+            num_dropped = tl.where(bound == at_k, num_dropped, 0)
+            if num_dropped > 0:
+                num_above = num_from(row, at_k + 1, ALL, TILE)
+                last = tied_id(row, at_k, top_k.to(tl.int32) - num_above, ALL, TILE)
             if top_p < 1:
-                considered = tl.where(profile == SGLANG, low, tl.where(profile == HF, at_k, bound))
+                considered = tl.where(inclusive, low, tl.where(profile == HF, at_k, bound))
+                num_dropped = tl.where(inclusive, 0, num_dropped)
                 cut, from_id, to_id, outcome = mass_cut(
-                    row, profile, top_p, considered, high, highest, outside, ALL, TILE
+                    row, profile, top_p, considered, num_dropped, high, highest, outside, ALL, TILE
                 )
                 if cut >= bound:
+                    last = tl.where(cut == bound, tl.minimum(last, to_id), to_id)
                     bound = cut
                     first = from_id
-                    last = to_id
     return bound, first, last, outcome
 
 

@@ -21,9 +21,11 @@ from keepmask.sampling.row_records import (
     OUTSIDE,
     RELATIVELY_NEAR,
     SGLANG,
+    SGLANG_TORCH,
     TOO_MANY,
     UNCERTAIN,
     VLLM,
+    VLLM_TORCH,
 )
 
 __all__ = [
@@ -39,9 +41,11 @@ __all__ = [
     "REACHED",
     "RELATIVELY_NEAR",
     "SGLANG",
+    "SGLANG_TORCH",
     "TOO_MANY",
     "UNCERTAIN",
     "VLLM",
+    "VLLM_TORCH",
     "Best",
     "Candidates",
     "DrawTable",
