@@ -165,6 +165,31 @@ def definition(logits, tokens, *, scored=None, ref_member_logprobs=None):
     )
 
 
+ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def logit_error(size, magnitude, arithmetic=torch.float32):
+    """How far a logit may be off that is a sum of `size` products and of this magnitude.
+
+    Rounding errors of a sum add up as a random walk does (Higham and Mary 2019, "A new approach to probabilistic
+    rounding error analysis"): sqrt(size) units of roundoff of its partial sums, of which two standard deviations.
+    """
+    return 2 * ROUNDOFF[arithmetic] * (size**0.5 + 2) * magnitude
+
+
+def score_error(size, magnitude, arithmetic=torch.float32):
+    """How far a log-probability, an entropy or a normaliser may be off: it is the difference of two logits, and an
+    exponential and a logarithm of a few units each."""
+    return 2 * logit_error(size, magnitude, arithmetic) + 8 * ROUNDOFF[arithmetic] * (1 + magnitude)
+
+
+def gradient_error(size, magnitude, num_terms, stored=torch.float32, arithmetic=torch.float32):
+    """How far the norm of a gradient may be off, relative to it: as its probabilities are, by the error of their
+    logarithms; as a sum of so many terms is; and by one rounding to what it is stored in."""
+    of_sum = ROUNDOFF[arithmetic] * (num_terms**0.5 + 4)
+    return score_error(size, magnitude, arithmetic) + of_sum + (0 if stored == arithmetic else ROUNDOFF[stored])
+
+
 class ParallelProblem:
     """What every rank scores, the same on each of them."""
 

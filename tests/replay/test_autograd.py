@@ -4,9 +4,10 @@ import pytest
 import torch
 from replay_cases import definition, head_logits, score_rows, targets_of
 from test_logprobs import E, Problem, T, V, assert_relative
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from keepmask.replay import logprobs_from_logits
+from keepmask.replay import autograd, logprobs_from_logits
 from keepmask.replay.support import Support
 
 IMPLS = ["gather", "numba", "triton", "dense"]
@@ -164,6 +165,60 @@ def test_callers_may_be_compiled():
         results.append((hidden.grad, weight.grad))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("from_logits", [True, False])
+def test_second_derivatives_are_refused_by_name(from_logits):
+    problem = Problem(35)
+    hidden, weight, _ = problem.leaves()
+    if from_logits:
+        scores = logprobs_from_logits(hidden @ weight.T, problem.targets, problem.support)
+    else:
+        scores = score_rows(hidden, weight, problem.targets, problem.support)
+    loss = scores.logprobs.sum()
+    with pytest.raises(RuntimeError, match="first derivatives only, so create_graph=True"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    torch.autograd.grad(loss, hidden)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_scores_in_the_forward_of_a_sharded_module_train_it(tmp_path, reshard):
+    problem = Problem(36)
+
+    class Policy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(E, E, bias=False), torch.nn.Linear(E, V, bias=False)
+            self.body.weight.data.copy_(torch.eye(E))
+            self.head.weight.data.copy_(problem.weight)
+
+        def forward(self, states):
+            return scores_of(problem, self.body(states), self.head.weight, impl="numba").logprobs
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "ranks"), 1), rank=0,
+                                         world_size=1)  # fmt: skip
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        policy = fully_shard(Policy(), mesh=mesh, reshard_after_forward=reshard)
+        for step in range(1, 3):  # the second forward gathers the weight anew
+            policy(problem.hidden).sum().backward()
+            double = problem.hidden.double(), problem.weight.double().requires_grad_()
+            definition(head_logits(*double), problem.tokens).logprobs.sum().backward()
+            assert_relative(policy.head.weight.grad.full_tensor(), step * double[1].grad, 1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "num_touched", "huge"), [((49152, 576), 300, False), ((49152, 576), 20000, True)])
+def test_a_fresh_gradient_is_zeros_in_pages_that_fit_what_will_be_touched(dtype, shape, num_touched, huge):
+    weight = torch.zeros(1, dtype=dtype).expand(shape)
+    assert autograd._wants_huge_pages(weight, num_touched) == huge
+    zeros = autograd._zeros_like(weight, num_touched)
+    assert zeros.dtype == dtype
+    assert zeros.shape == shape
+    assert not zeros[::97].any()
+    zeros[5] = 1  # it can be written to
 
 
 # --- gradients added in place

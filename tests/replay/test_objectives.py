@@ -177,6 +177,50 @@ def test_on_policy_every_clipped_objective_has_the_gradient_of_reinforce():
         np.testing.assert_allclose(tensors[0].grad.numpy(), -advantages * loss_mask / loss_mask.sum())
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("difference", [100.0, -100.0, 800.0])
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_one_far_token_makes_no_loss_infinite(name, difference, advantage):
+    policy, old, advantages, loss_mask = tokens()
+    old[0], policy[0], advantages[:] = -difference - 1, -1.0, advantage
+    result = call(name, as_tensors((policy, old, advantages, loss_mask)))
+    leaf = torch.tensor(policy, requires_grad=True)
+    call(name, (leaf, *as_tensors((policy, old, advantages, loss_mask))[1:])).loss.backward()
+    assert result.loss.isfinite()
+    assert leaf.grad.isfinite().all()
+    log_ratio = (policy - old) * loss_mask
+    if name == "gspo":  # the mean over the sequence
+        log_ratio = np.concatenate(
+            [
+                np.full(len(x), x.sum() / max(1, len(m[m > 0])))
+                for x, m in zip(np.split(log_ratio, STARTS[1:-1]), np.split(loss_mask, STARTS[1:-1]), strict=True)
+            ]
+        )
+    far = ((np.abs(log_ratio) > 20) & (loss_mask > 0)).sum()
+    assert far >= 1
+    assert result.clamped_fraction * loss_mask.sum() == pytest.approx(far)
+    if name != "gspo":
+        assert result.ratio[0].item() == pytest.approx(math.exp(math.copysign(20, difference)))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_delta_bounds_the_ratio_of_negative_advantages(name):
+    policy, old, advantages, loss_mask = tokens(3)
+    advantages[:], loss_mask[:] = -1.0, 1
+    policy = old + np.linspace(-1, 2, policy.size)
+    free, bounded = (call(name, as_tensors((policy, old, advantages, loss_mask)), delta=d) for d in (None, 1.5))
+    ratio = free.ratio.numpy()
+    assert (ratio > 1.5).any()
+    want = np.maximum(ratio, 1 - {"gspo": 0.1}.get(name, 0.2))
+    np.testing.assert_allclose(free.token_losses, want, rtol=1e-12)
+    np.testing.assert_allclose(bounded.token_losses, np.minimum(want, 1.5), rtol=1e-12)
+    assert bounded.clip_fraction * ratio.size == pytest.approx(
+        float(free.clip_fraction) * ratio.size + (ratio > 1.5).sum()
+    )
+    with pytest.raises(MaskError, match=r"delta=1\.0: must be above"):
+        call(name, as_tensors((policy, old, advantages, loss_mask)), delta=1.0)
+
+
 # --- score centering
 
 
@@ -305,6 +349,25 @@ def test_advantages_are_taken_within_groups_in_any_order():
 
 def test_groups_of_equal_rewards_and_groups_of_one_have_no_advantage():
     assert objectives.standardize(torch.tensor([2.0, 2.0, 5.0]), torch.tensor([0, 0, 1])).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("reward", [0.7, 10.1, 1 / 3, -1e7, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_rewards_have_no_advantage_at_all(reward, dtype):
+    rewards, groups = torch.full((11,), reward, dtype=dtype), torch.tensor([0] * 8 + [1] * 3)
+    for advantages in (objectives.standardize(rewards, groups), objectives.center(rewards, groups)):
+        assert advantages.dtype == dtype
+        assert not advantages.any()
+
+
+def test_rewards_may_be_integers_and_ones_that_are_not_finite_are_left_out_of_their_group():
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    whole = objectives.standardize(torch.tensor([1, 0, 1, 1, 5, 3]), groups)
+    torch.testing.assert_close(whole, objectives.standardize(torch.tensor([1.0, 0, 1, 1, 5, 3]), groups))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        got = objectives.standardize(torch.tensor([1.0, bad, 0.0, 1.0, bad, bad]), groups)
+        rest = objectives.standardize(torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3, dtype=torch.int64))
+        torch.testing.assert_close(got, torch.stack([rest[0], *torch.zeros(1), *rest[1:], *torch.zeros(2)]))
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,41 @@ def test_active_rows_are_found_once_until_the_mask_changes():
     assert support.active(among).rows.tolist() == [0, 1]
 
 
-def test_what_was_made_for_equal_ids_and_the_same_objects_is_remembered():
+def test_what_was_made_for_equal_values_is_remembered():
     support, key, made = support_of([[1, 2]]), torch.tensor([1]), []
     make = lambda: made.append(len(made)) or made[-1]  # noqa: E731
     assert support.remember("plan", (key, range(3), "full"), make) == 0
     assert support.remember("plan", (key, range(3), "full"), make) == 0
     assert support.remember("plan", (key, range(4), "full"), make) == 1
-    assert support.remember("plan", (key.clone(), range(4), "full"), make) == 2
+    assert support.remember("plan", (key.clone(), range(4), "full"), make) == 1
+    assert support.remember("plan", (key.int(), range(4), "full"), make) == 2
+    other = object()
+    assert support.remember("plan", (key, other, "full"), make) == 3
+    assert support.remember("plan", (key, object(), "full"), make) == 4
+
+
+def by_method(tensor):
+    tensor.add_(1)
+
+
+def by_data(tensor):
+    tensor.data += 1
+
+
+def by_numpy(tensor):
+    tensor.numpy()[:] += 1
+
+
+@pytest.mark.parametrize("write", [by_method, by_data, by_numpy])
+def test_targets_written_to_in_any_way_are_scored_as_they_are_now(write):
+    support, targets = support_of([[1, 2, 3], [3, 4, 5]]), torch.tensor([1, 3])
+    hidden, weight = torch.randn(2, 4), torch.randn(6, 4)
+    before = score_rows(hidden, weight, targets, support).logprobs
+    write(targets)
+    after = score_rows(hidden, weight, targets, support).logprobs
+    fresh = score_rows(hidden, weight, torch.tensor([2, 4]), support_of([[1, 2, 3], [3, 4, 5]])).logprobs
+    assert torch.equal(after, fresh)
+    assert not torch.equal(before, after)
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=5), st.booleans())

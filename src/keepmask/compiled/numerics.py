@@ -22,10 +22,29 @@ __all__ = ["array", "exp", "narrow", "widen"]
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
 
+class _Memory:
+    """A tensor's memory as NumPy looks at it. `Tensor.numpy()` would fix the storage's size, but sharded data
+    parallelism frees and fills it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # which the array keeps alive
+        kind = _KINDS[tensor.dtype]
+        strides = None if tensor.is_contiguous() else tuple(step * tensor.itemsize for step in tensor.stride())
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": strides,
+            "typestr": kind,
+        }
+
+
+_KINDS = {torch.float32: "<f4", torch.bfloat16: "<u2"}
+
+
 def array(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor; a bfloat16 one as the uint16 bits."""
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    """The memory of a CPU tensor, float32 or bfloat16; the latter as uint16 bits."""
+    return np.asarray(_Memory(tensor.detach()))
 
 
 def _inlined(function: Callable[..., Any]) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,10 @@ from keepmask.replay.scoring import Job, Kept, ScoreGradients, ScoreTensors, sco
 from keepmask.replay.source import TableLogits
 
 __all__ = ["HeadOptions", "head_scores", "table_scores"]
+
+_HUGE_PAGE = 2**21
+_HUGE_FAULT = 50
+"""The time it takes to provide a huge page, in those of a small one; measured."""
 
 
 def table_scores(logits: Tensor, job: Job) -> ScoreTensors:
@@ -50,6 +56,21 @@ class HeadOptions:
     """The weight as the caller holds it, whose gradient buffer `weight_grad="accumulate"` adds to."""
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose gradients have no derivative of their own, which would otherwise be taken to be 0."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "scores on supports have first derivatives only, so create_graph=True cannot be served; differentiate "
+                "twice through logits of your own, head.logits(hidden)"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class _TableScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, job: Job) -> tuple[Tensor | None, ...]:
@@ -58,7 +79,7 @@ class _TableScores(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         (logits,), kept = _kept(ctx)
         grad = torch.zeros_like(logits)
@@ -88,7 +109,7 @@ class _HeadScores(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, kept = _kept(ctx)
         job, options = ctx.job, ctx.options
@@ -156,7 +177,8 @@ def _make_buffers(source: HeadLogits, needed: tuple[bool, ...], job: Job, option
             same = product.hidden_grad.dtype == dtype or not job.plan.full_rows.numel()
             product.full_hidden_grad = product.hidden_grad if same else torch.zeros_like(product.hidden, dtype=dtype)
         if weight_needed and (options.weight_grad == "dense" or product is not source.products[0]):
-            product.weight_grad = _zeros_like(product.weight)
+            touched = product.weight.shape[0] if job.plan.full_rows.numel() else job.share().support.by_id.ids.numel()
+            product.weight_grad = _zeros_like(product.weight, touched)
         elif weight_needed and options.weight_grad == "accumulate":
             product.weight_grad = _accumulated(options.parameter, product.weight)
         product.wants_rows = weight_needed and product.weight_grad is None
@@ -164,14 +186,21 @@ def _make_buffers(source: HeadLogits, needed: tuple[bool, ...], job: Job, option
         source.bias_grad = torch.zeros_like(source.bias, dtype=dtype)
 
 
-def _zeros_like(weight: Tensor) -> Tensor:
-    """Zeros for a gradient of which few rows will be touched."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+def _zeros_like(weight: Tensor, num_touched: int) -> Tensor:
+    """Zeros for a gradient of which so many rows will be touched."""
+    if weight.device.type != "cpu" or sys.platform != "linux" or not weight.numel():
         return torch.zeros_like(weight)
-    # NumPy's zeros are pages that the system provides when they are first touched; PyTorch's are written one by one.
-    narrow = weight.dtype == torch.bfloat16
-    zeros = torch.from_numpy(np.zeros(weight.shape, np.int16 if narrow else np.float32))
-    return zeros.view(torch.bfloat16) if narrow else zeros
+    # Pages that the system provides, as zeros, when they are first touched: PyTorch's own zeros are written one by one.
+    memory = mmap.mmap(-1, weight.numel() * weight.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if _wants_huge_pages(weight, num_touched) else mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
+
+
+def _wants_huge_pages(weight: Tensor, num_touched: int) -> bool:
+    """Whether few huge pages are provided sooner than the small ones that so many rows, spread evenly, are in."""
+    size, row = weight.numel() * weight.itemsize, weight.shape[1] * weight.itemsize
+    small, huge = (min(num_touched * (1 + row / page), size / page) for page in (mmap.PAGESIZE, _HUGE_PAGE))
+    return huge * _HUGE_FAULT < small
 
 
 def _finished_hidden(product: HeadProduct, job: Job) -> Tensor | None:

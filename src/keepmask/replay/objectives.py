@@ -2,9 +2,12 @@
 
 Tensors over tokens are packed, [T] with cu_seqlens [S+1], or padded, [B, L], all of one shape: policy_logprobs (the
 only one with a gradient), old_logprobs, advantages (a sequence's advantage repeated for its tokens), loss_mask.
-Log-probabilities are on the support, in nats. Only tokens of the loss mask count, whatever the others hold.
+Log-probabilities are on the support, in nats. Only tokens of the loss mask count, whatever the others hold. Log-ratios
+are clamped to +-20, which `clamped_fraction` counts.
 
 weights: importance weights that multiply each token's policy term, `ratios.tis(...).weights` for one.
+delta: bounds the ratio also where the advantage is negative, so that no token weighs more (Ye et al. 2020,
+arXiv:1912.09729; `delta` of TRL's two-sided GRPO); None leaves it unbounded there.
 penalty: added to each token's loss before averaging, a coefficient times a KL divergence for one.
 denominator: what the sum is divided by, in the unit each docstring names; counted from the loss mask by default. Give
 the count of the whole batch where the tokens are one micro-batch or one rank's share of it, and add up the losses.
@@ -24,6 +27,9 @@ from keepmask.replay.support import Support
 
 __all__ = ["PolicyLoss", "center", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "score_centering", "standardize"]
 
+_MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this on both sides, a factor of 5e8: one far token must not make a loss infinite."""
+
 
 class PolicyLoss(NamedTuple):
     """The loss to call backward on, and what it was made of (no gradient)."""
@@ -36,6 +42,8 @@ class PolicyLoss(NamedTuple):
     """The same shape: exp(policy - old) of the token, or of its sequence where the objective takes that; 1 outside."""
     clip_fraction: Tensor
     """Scalar: the share of loss tokens whose ratio was clipped, so that they pass no gradient or a bounded one."""
+    clamped_fraction: Tensor
+    """Scalar: the share of loss tokens whose log-ratio was beyond +-20 and taken as that, without a gradient."""
     denominator: Tensor
     """Scalar: what the sum was divided by."""
 
@@ -48,6 +56,7 @@ def grpo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    delta: float | None = None,
     cu_seqlens: Tensor | None = None,
     weights: Tensor | None = None,
     penalty: Tensor | None = None,
@@ -59,8 +68,8 @@ def grpo(
     Denominator: sequences that have a loss token (each token is first divided by the loss tokens of its sequence).
     Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, equation 3.
     """
-    ratio = log_ratio(policy_logprobs, old_logprobs, loss_mask).exp()
-    losses, clipped = _clipped(ratio, advantages, loss_mask, clip_low, clip_high)
+    ratio = _Ratio.of(log_ratio(policy_logprobs, old_logprobs, loss_mask))
+    losses, clipped = _clipped(ratio, advantages, loss_mask, (clip_low, clip_high, delta))
     losses = _finished(losses, loss_mask, weights, penalty)
     return _mean_of_sequence_means(losses, ratio, clipped, loss_mask, cu_seqlens, denominator)
 
@@ -74,6 +83,7 @@ def dr_grpo(
     max_tokens: int,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    delta: float | None = None,
     cu_seqlens: Tensor | None = None,
     weights: Tensor | None = None,
     penalty: Tensor | None = None,
@@ -86,8 +96,8 @@ def dr_grpo(
     """
     if max_tokens < 1:
         raise MaskError(f"max_tokens={max_tokens}: must be >= 1, the most tokens a sequence may generate")
-    ratio = log_ratio(policy_logprobs, old_logprobs, loss_mask).exp()
-    losses, clipped = _clipped(ratio, advantages, loss_mask, clip_low, clip_high)
+    ratio = _Ratio.of(log_ratio(policy_logprobs, old_logprobs, loss_mask))
+    losses, clipped = _clipped(ratio, advantages, loss_mask, (clip_low, clip_high, delta))
     losses = _finished(losses, loss_mask, weights, penalty)
     sequences = _num_sequences(loss_mask, cu_seqlens, losses) if denominator is None else denominator
     return _divided(losses, ratio, clipped, loss_mask, sequences * max_tokens)
@@ -101,6 +111,7 @@ def dapo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    delta: float | None = None,
     weights: Tensor | None = None,
     penalty: Tensor | None = None,
     denominator: Tensor | float | None = None,
@@ -110,8 +121,8 @@ def dapo(
 
     Denominator: loss tokens. Source: Yu et al. 2025, DAPO, arXiv:2503.14476, equation 8.
     """
-    ratio = log_ratio(policy_logprobs, old_logprobs, loss_mask).exp()
-    losses, clipped = _clipped(ratio, advantages, loss_mask, clip_low, clip_high)
+    ratio = _Ratio.of(log_ratio(policy_logprobs, old_logprobs, loss_mask))
+    losses, clipped = _clipped(ratio, advantages, loss_mask, (clip_low, clip_high, delta))
     losses = _finished(losses, loss_mask, weights, penalty)
     return _divided(losses, ratio, clipped, loss_mask, _num_tokens(loss_mask) if denominator is None else denominator)
 
@@ -124,6 +135,7 @@ def gspo(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    delta: float | None = None,
     cu_seqlens: Tensor | None = None,
     weights: Tensor | None = None,
     penalty: Tensor | None = None,
@@ -137,8 +149,8 @@ def gspo(
     difference = log_ratio(policy_logprobs, old_logprobs, loss_mask)
     lengths = sequence_sums(loss_mask.to(difference.dtype), cu_seqlens).clamp(min=1)
     mean = sequence_sums(difference, cu_seqlens) / lengths
-    ratio = spread_to_tokens(mean.exp(), difference, cu_seqlens)
-    losses, clipped = _clipped(ratio, advantages, loss_mask, clip_low, clip_high)
+    ratio = _Ratio.of(spread_to_tokens(mean, difference, cu_seqlens))
+    losses, clipped = _clipped(ratio, advantages, loss_mask, (clip_low, clip_high, delta))
     losses = _finished(losses, loss_mask, weights, penalty)
     return _mean_of_sequence_means(losses, ratio, clipped, loss_mask, cu_seqlens, denominator)
 
@@ -161,12 +173,12 @@ def cispo(
     Denominator: loss tokens. Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
     """
     keep = loss_mask.bool()
-    ratio = log_ratio(policy_logprobs, old_logprobs, loss_mask).detach().exp()
-    bounded = _bounded(ratio, clip_low, clip_high)
+    ratio = _Ratio.of(log_ratio(policy_logprobs, old_logprobs, loss_mask).detach())
+    bounded = _bounded(ratio.values, clip_low, clip_high)
     losses = -bounded * _kept("advantages", advantages, loss_mask) * torch.where(keep, policy_logprobs, 0.0)
     losses = _finished(losses, loss_mask, weights, penalty)
     count = _num_tokens(loss_mask) if denominator is None else denominator
-    return _divided(losses, ratio, bounded != ratio, loss_mask, count)
+    return _divided(losses, ratio, bounded != ratio.values, loss_mask, count)
 
 
 def score_centering(
@@ -202,12 +214,12 @@ def score_centering(
             f"policy_member_logprobs {list(policy_member_logprobs.shape)} and rollout_member_logprobs "
             f"{list(rollout_member_logprobs.shape)} need one value for each of the {support.num_pairs} pairs"
         )
-    ratio = log_ratio(policy_logprobs, rollout_logprobs, loss_mask).detach().exp()
+    ratio = _Ratio.of(log_ratio(policy_logprobs, rollout_logprobs, loss_mask).detach())
     pair_weights = rollout_member_logprobs.exp()
-    drawn_weights = torch.ones_like(ratio)
+    drawn_weights = torch.ones_like(ratio.values)
     if weight is not None:
-        drawn_weights = weight(ratio)
-        pair_ratio = (policy_member_logprobs.detach() - rollout_member_logprobs).exp()
+        drawn_weights = weight(ratio.values)
+        pair_ratio = _Ratio.of(policy_member_logprobs.detach() - rollout_member_logprobs).values
         # What the sampler never draws weighs nothing, however large its ratio; 0 * inf must not be formed.
         pair_weights = torch.where(pair_weights > 0, pair_weights * weight(pair_ratio), 0.0)
     pairs = torch.where(keep[support.row_index], pair_weights * policy_member_logprobs, 0.0)
@@ -215,16 +227,16 @@ def score_centering(
     centred = drawn_weights * torch.where(keep, policy_logprobs, 0.0) - expected
     losses = _finished(-_kept("advantages", advantages, loss_mask) * centred, loss_mask, None, penalty)
     count = _num_tokens(loss_mask) if denominator is None else denominator
-    return _divided(losses, ratio, drawn_weights < ratio, loss_mask, count)
+    return _divided(losses, ratio, drawn_weights < ratio.values, loss_mask, count)
 
 
 def center(rewards: Tensor, groups: Tensor) -> Tensor:
     """[S]: reward minus the mean reward of its group. rewards: [S]; groups: [S] integers, equal within a group.
 
+    Exactly 0 where all rewards of a group are equal. A reward that is not finite is left out of its group, and gets 0.
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    index, counts = _group_index(rewards, groups)
-    return rewards - _group_means(rewards, index, counts)[index]
+    return _centred(rewards, groups)[0].to(_float(rewards))
 
 
 def standardize(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Tensor:
@@ -232,18 +244,38 @@ def standardize(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Te
 
     Source: Shao et al. 2024, arXiv:2402.03300.
     """
-    index, counts = _group_index(rewards, groups)
-    centred = rewards - _group_means(rewards, index, counts)[index]
-    squares = torch.zeros_like(counts, dtype=rewards.dtype).index_add_(0, index, centred.square())
+    centred, index, counts = _centred(rewards, groups)
+    squares = torch.zeros_like(counts).index_add_(0, index, centred.square())
     deviation = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return centred / (deviation[index] + epsilon)
+    return (centred / (deviation[index] + epsilon)).to(_float(rewards))
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, loss_mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic token losses (Schulman et al. 2017, arXiv:1707.06347), and where the clipped side was taken."""
+class _Ratio(NamedTuple):
+    """Importance ratios of tokens, their logarithms clamped so that no loss overflows."""
+
+    values: Tensor
+    clamped: Tensor
+    """Where the clamp was met; the gradient is 0 there."""
+
+    @classmethod
+    def of(cls, log_ratios: Tensor) -> _Ratio:
+        return cls(log_ratios.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), log_ratios.abs() > _MAX_LOG_RATIO)
+
+
+def _clipped(
+    ratio: _Ratio, advantages: Tensor, loss_mask: Tensor, bounds: tuple[float, float, float | None]
+) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic token losses (Schulman et al. 2017, arXiv:1707.06347), and where the clipped side was taken.
+
+    bounds: clip_low, clip_high and delta, the upper bound of the side that is not clipped.
+    """
+    low, high, delta = bounds
+    if delta is not None and not delta > 1 + high:
+        raise MaskError(f"delta={delta}: must be above 1 + clip_high = {1 + high}; None leaves out the second bound")
     advantages = _kept("advantages", advantages, loss_mask)
-    free, bounded = ratio * advantages, _bounded(ratio, low, high) * advantages
-    return -torch.minimum(free, bounded), bounded < free
+    capped = ratio.values if delta is None else ratio.values.clamp(max=delta)
+    free, bounded = capped * advantages, _bounded(ratio.values, low, high) * advantages
+    return -torch.minimum(free, bounded), (bounded < free) | ((capped < ratio.values) & (advantages < 0))
 
 
 def _bounded(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -271,7 +303,7 @@ def _kept(name: str, values: Tensor, loss_mask: Tensor) -> Tensor:
 
 def _mean_of_sequence_means(
     losses: Tensor,
-    ratio: Tensor,
+    ratio: _Ratio,
     clipped: Tensor,
     loss_mask: Tensor,
     cu_seqlens: Tensor | None,
@@ -285,7 +317,7 @@ def _mean_of_sequence_means(
 
 
 def _divided(
-    losses: Tensor, ratio: Tensor, clipped: Tensor, loss_mask: Tensor, denominator: Tensor | float
+    losses: Tensor, ratio: _Ratio, clipped: Tensor, loss_mask: Tensor, denominator: Tensor | float
 ) -> PolicyLoss:
     # A micro-batch without loss tokens has loss 0, not 0 / 0.
     divisor = torch.as_tensor(denominator, dtype=losses.dtype, device=losses.device)
@@ -294,8 +326,9 @@ def _divided(
     return PolicyLoss(
         loss=losses.sum() / divisor,
         token_losses=losses.detach(),
-        ratio=torch.where(keep, ratio.detach(), 1.0),
+        ratio=torch.where(keep, ratio.values.detach(), 1.0),
         clip_fraction=(clipped & keep).sum() / keep.sum().clamp(min=1),
+        clamped_fraction=(ratio.clamped & keep).sum() / keep.sum().clamp(min=1),
         denominator=divisor,
     )
 
@@ -308,12 +341,19 @@ def _num_sequences(loss_mask: Tensor, cu_seqlens: Tensor | None, like: Tensor) -
     return (sequence_sums(loss_mask.to(like.dtype), cu_seqlens) > 0).sum()
 
 
-def _group_index(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64: [S] rewards minus their group's mean, 0 where not finite; [S] groups; [G] how many are finite."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise MaskError(f"rewards {list(rewards.shape)} and groups {list(groups.shape)} must both be [S]")
-    _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    return index, counts
+    values, finite = rewards.double(), rewards.isfinite()
+    distinct, index = torch.unique(groups, return_inverse=True)
+    counts = values.new_zeros(distinct.numel()).index_add_(0, index, finite.double())
+    # Against the least reward of the group first, so that equal rewards are exactly 0.
+    least = torch.full_like(counts, torch.inf).scatter_reduce_(0, index, torch.where(finite, values, torch.inf), "amin")
+    values = torch.where(finite, values - least[index], 0.0)
+    means = torch.zeros_like(counts).index_add_(0, index, values) / counts.clamp(min=1)
+    return torch.where(finite, values - means[index], 0.0), index, counts
 
 
-def _group_means(rewards: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    return torch.zeros_like(counts, dtype=rewards.dtype).index_add_(0, index, rewards) / counts
+def _float(rewards: Tensor) -> torch.dtype:
+    return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()

@@ -67,7 +67,8 @@ class Job:
             transforms.check(torch.cat([rows, self.plan.full_rows]))
             return transforms.select(rows).at(share.support)
 
-        return self.support.remember("pair_transforms", (share.pairs, transforms, *transforms.tensors), found)
+        ids = None if self.vocab_parallel is None else self.vocab_parallel.ids
+        return self.support.remember("pair_transforms", (self.plan, ids, transforms, *transforms.tensors), found)
 
 
 class Share(NamedTuple):

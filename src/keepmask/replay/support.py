@@ -131,16 +131,15 @@ class Support:
         return Support(self.ids[pairs], _cumulative(inside)[self.offsets]), pairs
 
     def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], R]) -> R:
-        """`make()`, or what it gave last time under this name if these are the same, unmodified objects.
+        """`make()`, or what it gave last time under this name if these are the same inputs with the same values.
 
         One batch is scored several times (old, reference and current policy, each epoch): its plan is made once.
         """
-        versions = tuple(x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in inputs)
         last = self._last.get(name)
-        if last is not None and last[1] == versions and all(map(_is_same, last[0], inputs)):
-            return cast(R, last[2])
+        if last is not None and all(map(_is_same, last[0], inputs)):
+            return cast(R, last[1])
         result = make()
-        self._last[name] = (inputs, versions, result)
+        self._last[name] = (tuple(map(_Seen.of, inputs)), result)
         return result
 
     def target_positions(self, targets: Tensor) -> Tensor:
@@ -302,9 +301,33 @@ class Support:
         return selected, pairs
 
 
-def _is_same(one: object, other: object) -> bool:
-    """Whether an input of `remember` is the one it was: the same object, or for ids and words an equal one."""
-    return one is other or (isinstance(one, range | str) and one == other)
+class _Seen(NamedTuple):
+    """An input of `remember` as it was."""
+
+    input: object
+    version: int
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, x: object) -> _Seen:
+        return cls(x, _version(x), x.clone() if isinstance(x, Tensor) else None)
+
+
+def _version(x: object) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _is_same(seen: _Seen, x: object) -> bool:
+    """Whether this is the input that was seen: for tensors the same with the same values, however they were written."""
+    if not isinstance(x, Tensor) or seen.values is None:
+        return x is seen.input or (isinstance(x, range | str) and x == seen.input)
+    if x.device.type == "cpu" and seen.values.device == x.device:
+        return x.dtype == seen.values.dtype and torch.equal(x, seen.values)
+    if x is not seen.input or _version(x) != seen.version:
+        return False
+    if x.device.type == "cuda":  # without waiting for the device
+        torch._assert_async((x == seen.values).all(), "targets, masks and transforms must not be written to by .data")
+    return True
 
 
 def _row_numbers(rows: Tensor, num_rows: int) -> Tensor:
