@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from replay_cases import (
     Token,
     definition,
+    gradient_error,
     head_logits,
     random_tokens,
+    score_error,
     score_rows,
     support_of,
     targets_of,
@@ -24,6 +26,9 @@ from keepmask.replay.support import Support
 
 IMPLS = ["gather", "numba", "triton", "dense"]
 T, E, V = 24, 16, 60
+LARGEST = 45  # transformed logit of all problems here
+SCORE = score_error(E, LARGEST)
+GRADIENT, GRADIENT_BF16 = (gradient_error(E, LARGEST, V, dtype) for dtype in (torch.float32, torch.bfloat16))
 
 
 class Problem:
@@ -85,9 +90,9 @@ def test_scores_and_gradients_equal_those_of_dense_rows(impl, form):
     )  # fmt: skip
     for name in ("logprobs", "entropy", "member_logprobs", "log_normalizer", "full_log_normalizer"):
         assert getattr(got, name).dtype == torch.float32
-        assert_close(getattr(got, name), getattr(want, name), 1e-5)
+        assert_close(getattr(got, name), getattr(want, name), SCORE)
     for one, other in zip(torch.autograd.grad(problem.loss(got), [hidden, weight, bias]), want_gradients, strict=True):
-        assert_relative(one, other, 1e-6)
+        assert_relative(one, other, GRADIENT)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -99,10 +104,10 @@ def test_kl_to_a_reference_is_exact_and_differentiable(impl):
         hidden, weight, problem.targets, problem.support, bias=bias, transforms=problem.transforms,
         entropy="grad", ref_member_logprobs=problem.reference, impl=impl,
     )  # fmt: skip
-    assert_close(got.kl, want.kl, 2e-5)
+    assert_close(got.kl, want.kl, SCORE)
     gradients = torch.autograd.grad(problem.loss(got, kl=True), [hidden, weight, bias])
     for one, other in zip(gradients, want_gradients, strict=True):
-        assert_relative(one, other, 1e-6)
+        assert_relative(one, other, GRADIENT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,10 +123,10 @@ def test_whole_vocabulary_rows_are_scored_block_by_block(monkeypatch, dtype):
         weight_grad="accumulate", full_log_normalizer=True,
     )  # fmt: skip
     for name in ("logprobs", "entropy", "log_normalizer", "full_log_normalizer"):
-        assert_close(getattr(got, name), getattr(want, name), 1e-5)
+        assert_close(getattr(got, name), getattr(want, name), SCORE)
     problem.loss(got).backward()
-    assert_relative(hidden.grad, want_hidden, 1e-6 if dtype == torch.float32 else 3e-3)
-    assert_relative(weight.main_grad, want_weight, 1e-6)
+    assert_relative(hidden.grad, want_hidden, GRADIENT if dtype == torch.float32 else GRADIENT_BF16)
+    assert_relative(weight.main_grad, want_weight, GRADIENT)
 
 
 def test_kl_to_the_policy_itself_is_zero():
@@ -142,7 +147,7 @@ def test_from_logits_equals_from_hidden():
     leaf = logits.detach().clone().requires_grad_()
     dense = definition(leaf, problem.tokens)
     for name in ("logprobs", "entropy", "member_logprobs", "log_normalizer", "full_log_normalizer"):
-        assert_close(getattr(got, name), getattr(want, name), 1e-6)  # transforms hold float32 parameters
+        assert_close(getattr(got, name), getattr(want, name), SCORE)  # transforms hold float32 parameters
     assert_relative(
         torch.autograd.grad(problem.loss(got), logits)[0], torch.autograd.grad(problem.loss(dense), leaf)[0], 1e-6
     )
@@ -158,10 +163,10 @@ def test_logits_of_45_keep_float32_accuracy(impl):
     hidden, weight, bias = problem.leaves()
     got = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, entropy="grad", impl=impl)
     assert head_logits(hidden, weight, bias).abs().max() > 44
-    assert_close(got.logprobs, want.logprobs, 2e-5)
-    assert_close(got.entropy, want.entropy, 1e-5)
+    assert_close(got.logprobs, want.logprobs, SCORE)
+    assert_close(got.entropy, want.entropy, SCORE)
     for one, other in zip(torch.autograd.grad(problem.loss(got), [hidden, weight, bias]), want_gradients, strict=True):
-        assert_relative(one, other, 1e-6)
+        assert_relative(one, other, GRADIENT)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -174,13 +179,13 @@ def test_bfloat16_inputs_are_scored_in_float32(impl):
         hidden, weight, problem.targets, problem.support, transforms=problem.transforms, entropy="grad",
         weight_grad="accumulate", impl=impl,
     )  # fmt: skip
-    assert_close(got.logprobs, want.logprobs, 2e-5)
-    assert_close(got.entropy, want.entropy, 1e-5)
+    assert_close(got.logprobs, want.logprobs, SCORE)
+    assert_close(got.entropy, want.entropy, SCORE)
     problem.loss(got).backward()
     assert hidden.grad.dtype == torch.bfloat16
-    assert_relative(hidden.grad, want_hidden, 3e-3)
+    assert_relative(hidden.grad, want_hidden, GRADIENT_BF16)
     assert weight.grad is None
-    assert_relative(weight.main_grad, want_weight, 1e-6)
+    assert_relative(weight.main_grad, want_weight, GRADIENT)
 
 
 @pytest.mark.parametrize("impl", ["gather", "dense"])
@@ -257,10 +262,10 @@ def test_tokens_outside_the_loss_mask_cost_nothing_and_get_nothing(impl):
         loss_mask=loss_mask, full_log_normalizer=True, impl=impl,
     )  # fmt: skip
     for name in ("logprobs", "entropy", "member_logprobs", "log_normalizer", "full_log_normalizer"):
-        assert_close(getattr(got, name), getattr(want, name), 1e-5)
+        assert_close(getattr(got, name), getattr(want, name), SCORE)
     assert (got.row_status == RowStatus.LOSS_MASKED).tolist() == (~loss_mask).tolist()
     for one, other in zip(torch.autograd.grad(problem.loss(got), [hidden, weight, bias]), want_gradients, strict=True):
-        assert_relative(one, other, 1e-6)
+        assert_relative(one, other, GRADIENT)
 
 
 def test_empty_rows_follow_the_policy():
@@ -348,7 +353,7 @@ def test_every_form_of_the_weight_gradient_holds_the_same_numbers(impl, dtype):
     assert torch.equal(run(sparse, weight_grad="sparse_rows"), want_hidden)
     assert sparse.grad.is_sparse
     assert torch.equal(sparse.grad.coalesce().indices()[0], used)
-    assert_relative(sparse.grad.to_dense(), dense.grad, 1e-6)
+    assert_relative(sparse.grad.to_dense(), dense.grad, GRADIENT)
 
     added = problem.weight.clone().requires_grad_()
     run(added, weight_grad="accumulate")
@@ -356,7 +361,7 @@ def test_every_form_of_the_weight_gradient_holds_the_same_numbers(impl, dtype):
     buffer = added.grad
     run(added, weight_grad="accumulate")
     assert added.grad is buffer
-    assert_relative(added.grad, 2 * dense.grad.float(), 1e-6 if dtype == torch.float32 else 5e-3)
+    assert_relative(added.grad, 2 * dense.grad.float(), GRADIENT if dtype == torch.float32 else 2 * GRADIENT_BF16)
 
     frozen = problem.weight.clone().requires_grad_()
     assert torch.equal(run(frozen, weight_grad="none"), want_hidden)
@@ -391,7 +396,7 @@ def test_rounding_scores_what_a_bfloat16_head_computes():
     for impl in IMPLS:
         hidden, weight, bias = problem.leaves()
         got = score_rows(hidden, weight, problem.targets, problem.support, bias=bias, rounding="bf16", impl=impl)
-        assert_close(got.logprobs, want.logprobs, 1e-5)
+        assert_close(got.logprobs, want.logprobs, SCORE)
         got.logprobs.sum().backward()
         assert hidden.grad.abs().sum() > 0
     exact = score_rows(problem.hidden, problem.weight, problem.targets, problem.support, bias=problem.bias)
@@ -476,13 +481,13 @@ def test_any_ragged_rows_of_any_dtype_score_as_dense_rows_do(seed, num_tokens, s
         hidden, weight, problem.targets, support_of(problem.tokens, ids), bias=bias, transforms=problem.transforms,
         entropy="grad", impl=impl,
     )  # fmt: skip
-    assert_close(got.logprobs, want.logprobs, 2e-5)
-    assert_close(got.entropy, want.entropy, 2e-5)
-    assert_close(got.member_logprobs, want.member_logprobs, 2e-5)
+    assert_close(got.logprobs, want.logprobs, SCORE)
+    assert_close(got.entropy, want.entropy, SCORE)
+    assert_close(got.member_logprobs, want.member_logprobs, SCORE)
     gradients = torch.autograd.grad(problem.loss(got), leaves)
-    rounding = {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 2e-6)
+    rounding = gradient_error(E, LARGEST, V, dtype)
     for one, other in zip(gradients, want_gradients, strict=True):
-        assert (one.double() - other).norm().item() <= rounding * other.norm().item() + 1e-6
+        assert (one.double() - other).norm().item() <= rounding * (other.norm().item() + 1)
 
 
 def test_a_batch_of_no_tokens_has_scores_of_no_tokens():
