@@ -20,6 +20,7 @@ _COMMANDS = {
     "rollout": ("keepmask.commands.rollout", "roll out a file of prompts with sampling masks"),
     "report": ("keepmask.commands.report", "draw the page of a rollout file"),
     "serve": ("keepmask.commands.serve", "serve a model to RL clients over HTTP"),
+    "train": ("keepmask.commands.train", "train a model on a task with verifiable rewards, on the recorded supports"),
     "bench": ("keepmask.commands.bench", "measure how fast the engine is on this machine, and where its time goes"),
     "conform": ("keepmask.commands.conform", "find out which sampling rules an engine follows"),
 }

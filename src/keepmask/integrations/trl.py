@@ -120,6 +120,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.histograms: dict[str, list[float]] = {}
         self.phase_seconds: dict[str, float] = {}
         self._synced_step: int | None = None
+        self.num_drawn_tokens = 0
         self._num_drawn = 0
         self._scored: Any = None
         if args.replay:
@@ -142,11 +143,12 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._sync()
         started = time.perf_counter()
         params = [
-            self.sampling_params.replace(n=count, seed=self._next_seed(), **changes)
+            self.sampling_params.replace(**{"n": count, "seed": self._next_seed()} | changes)
             for count in (counts or [1] * len(prompts))
         ]
         drawn = self.backend.generate(prompts, params)
         self._spent("rollout", started)
+        self.num_drawn_tokens += sum(rollout.token_ids.size for each in drawn for rollout in each)
         failed = [rollout for each in drawn for rollout in each if rollout.finish_reason in ("error", "abort")]
         if failed:
             raise BackendError(f"{len(failed)} rollouts ended with an error, the first: {failed[0].stop_reason}")

@@ -1,0 +1,159 @@
+"""GRPO with and without replay: the same seeds, task and budget under truncated sampling.
+
+A small transformer is first taught to sort four numbers, badly. Then GRPO trains it from exact rewards, in seven ways:
+without truncation; and for each of two truncated samplers with replay, without, and without but with truncated
+importance sampling (TIS). Rollouts serve several updates and two passes, so all but the first update are off-policy.
+
+    python examples/with_and_without.py --output evidence        # runs, then docs/evidence.md and its figure
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
+
+from keepmask.integrations.trl import ReplayGRPOConfig, ReplayGRPOTrainer
+
+NUMBERS, LENGTH = 100, 4
+WORDS = ["<pad>", "<eos>", ">", *map(str, range(NUMBERS))]
+PAD, EOS = 0, 1
+SAMPLERS = {
+    "top_p 0.8": {"top_p": 0.8, "top_k": 0},
+    "top_p 0.95, top_k 50": {"top_p": 0.95, "top_k": 50},
+}
+WAYS = {
+    "replay": {"replay": True},
+    "no replay": {"replay": False},
+    "no replay, TIS": {"replay": False, "importance_correction": "token_truncate", "importance_cap": 2.0},
+}
+ARMS = {
+    "nothing truncated": {"top_p": 1.0, "top_k": 0, "replay": True},
+    **{f"{sampler}: {way}": params | how for sampler, params in SAMPLERS.items() for way, how in WAYS.items()},
+}
+PROMPTS, GENERATIONS, UPDATES, PASSES = 16, 8, 4, 2
+HELD_OUT = 256
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def problem(rng: random.Random) -> tuple[str, str]:
+    numbers = [rng.randrange(NUMBERS) for _ in range(LENGTH)]
+    return f"{' '.join(map(str, numbers))} >", " ".join(map(str, sorted(numbers)))
+
+
+def exact(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """1 for the four numbers in order and nothing else."""
+    return [float(text.split() == right.split()) for text, right in zip(completions, answer, strict=True)]
+
+
+def warm_start(folder: Path, steps: int) -> float:
+    """Teach a fresh model from a teacher that errs, and save it; returns the last loss."""
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    settings = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=32, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model, words = LlamaForCausalLM(settings), tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1, (step + 1) / 50) * (1 - step / steps)
+        texts = []
+        for _ in range(128):
+            question, answer = problem(rng)
+            said = [str(min(max(int(n) + round(rng.gauss(0, 3)), 0), 99)) if rng.random() < 0.2 else n for n in answer.split()]
+            texts.append(f"{question} {' '.join(said)} <eos>")
+        ids = torch.tensor(words(texts)["input_ids"])
+        labels = ids.clone()
+        labels[:, : LENGTH + 1] = -100
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return loss.item()
+
+
+class Measure:
+    """Held-out accuracy, and how far the policy is from where it began, over the whole vocabulary."""
+
+    def __init__(self, trainer: ReplayGRPOTrainer, start: torch.nn.Module) -> None:
+        rng = random.Random(12345)
+        self.trainer, self.start = trainer, start
+        self.problems = [problem(rng) for _ in range(HELD_OUT)]
+        self.prompts = trainer.processing_class([question for question, _ in self.problems])["input_ids"]
+
+    def accuracy(self, **sampling: float) -> float:
+        drawn = self.trainer.draw(self.prompts, seed=7, **sampling)
+        texts = self.trainer.processing_class.batch_decode([each[0].token_ids for each in drawn], skip_special_tokens=True)
+        self.drawn = [each[0] for each in drawn]
+        return float(np.mean(exact(texts, [answer for _, answer in self.problems])))
+
+    @torch.no_grad()
+    def row(self) -> dict[str, float]:
+        row = {"accuracy_greedy": self.accuracy(temperature=0.0), "accuracy_as_trained": self.accuracy()}
+        row["accuracy_untruncated"] = self.accuracy(top_p=1.0, top_k=0)
+        ids = [[*r.prompt_token_ids.tolist(), *r.token_ids.tolist()] for r in self.drawn]
+        width = max(map(len, ids))
+        tokens = torch.tensor([each + [PAD] * (width - len(each)) for each in ids])
+        drawn = torch.tensor([[LENGTH + 1 <= t < len(each) for t in range(1, width)] for each in ids])
+        new, old = (m(tokens).logits[:, :-1].log_softmax(-1) for m in (self.trainer.model, self.start))
+        row["entropy_full"] = float(-(new.exp() * new).sum(-1)[drawn].mean())
+        row["kl_from_start"] = float((new.exp() * (new - old)).sum(-1)[drawn].mean())
+        return row
+
+
+def run(name: str, seed: int, folder: Path, generations: int, learning_rate: float) -> list[dict[str, object]]:
+    """One arm with one seed; a row for each update, and one for each measurement."""
+    rng = random.Random(1000 + seed)
+    problems = [problem(rng) for _ in range(generations * PROMPTS)]
+    with tempfile.TemporaryDirectory() as scratch:
+        args = ReplayGRPOConfig(
+            scratch, **ARMS[name], num_generations=GENERATIONS, per_device_train_batch_size=PROMPTS * GENERATIONS // UPDATES,
+            steps_per_generation=UPDATES, num_iterations=PASSES, max_steps=generations * UPDATES * PASSES,
+            learning_rate=learning_rate, lr_scheduler_type="constant", max_completion_length=LENGTH + 2, seed=seed,
+            logging_steps=1, save_strategy="no", report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
+            gradient_checkpointing=False, mass_samples=64, loss_type="dapo",
+            rollout_options={"max_model_len": 16, "max_num_seqs": HELD_OUT, "kv_cache_memory_bytes": 2**24},
+        )  # fmt: skip
+        model, start = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+        rows = {"prompt": [question for question, _ in problems], "answer": [answer for _, answer in problems]}
+        trainer = ReplayGRPOTrainer(model, exact, args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer())
+        trainer.remove_callback(PrinterCallback)
+        measure, found = Measure(trainer, start), []
+        every = UPDATES * PASSES * max(generations // 5, 1)
+
+        def on_log(args, state, control, logs=None, **_):
+            if logs and "loss" in logs:
+                keys = {"reward", "entropy", "grad_norm", "clip_ratio/region_mean"}
+                line = {key: value for key, value in logs.items() if key in keys or key.startswith("replay/")}
+                found.append({"arm": name, "seed": seed, "step": state.global_step} | line)
+
+        def on_step_begin(args, state, control, **_):
+            if state.global_step % every == 0:
+                found.append({"arm": name, "seed": seed, "step": state.global_step} | measure.row())
+
+        hooks = type("Hooks", (PrinterCallback,), {"on_log": staticmethod(on_log), "on_step_begin": staticmethod(on_step_begin)})
+        trainer.add_callback(hooks())
+        trainer.train()
+        found.append({"arm": name, "seed": seed, "step": args.max_steps} | measure.row())
+    return found
