@@ -61,6 +61,12 @@ def exact(completions: list[str], answer: list[str], **_: object) -> list[float]
     return [float(text.split() == right.split()) for text, right in zip(completions, answer, strict=True)]
 
 
+def erring(answer: str, rng: random.Random) -> list[str]:
+    """The teacher: one number in five is off by about three."""
+    numbers = [int(n) + (round(rng.gauss(0, 3)) if rng.random() < 0.2 else 0) for n in answer.split()]
+    return [str(min(max(n, 0), NUMBERS - 1)) for n in numbers]
+
+
 def warm_start(folder: Path, steps: int) -> float:
     """Teach a fresh model from a teacher that errs, and save it; returns the last loss."""
     torch.manual_seed(0)
@@ -78,7 +84,10 @@ def warm_start(folder: Path, steps: int) -> float:
         texts = []
         for _ in range(128):
             question, answer = problem(rng)
-            said = [str(min(max(int(n) + round(rng.gauss(0, 3)), 0), 99)) if rng.random() < 0.2 else n for n in answer.split()]
+            said = [
+                str(min(max(int(n) + round(rng.gauss(0, 3)), 0), 99)) if rng.random() < 0.2 else n
+                for n in answer.split()
+            ]
             texts.append(f"{question} {' '.join(said)} <eos>")
         ids = torch.tensor(words(texts)["input_ids"])
         labels = ids.clone()
@@ -104,7 +113,9 @@ class Measure:
 
     def accuracy(self, **sampling: float) -> float:
         drawn = self.trainer.draw(self.prompts, seed=7, **sampling)
-        texts = self.trainer.processing_class.batch_decode([each[0].token_ids for each in drawn], skip_special_tokens=True)
+        texts = self.trainer.processing_class.batch_decode(
+            [each[0].token_ids for each in drawn], skip_special_tokens=True
+        )
         self.drawn = [each[0] for each in drawn]
         return float(np.mean(exact(texts, [answer for _, answer in self.problems])))
 
@@ -122,38 +133,95 @@ class Measure:
         return row
 
 
-def run(name: str, seed: int, folder: Path, generations: int, learning_rate: float) -> list[dict[str, object]]:
-    """One arm with one seed; a row for each update, and one for each measurement."""
+class Recorder(PrinterCallback):
+    """A row for each update, and one for each measurement; it takes the place of the callback that prints."""
+
+    def __init__(self, measure: Measure, every: int, tags: dict[str, object]) -> None:
+        self.measure, self.every, self.tags, self.rows = measure, every, tags, []
+
+    def on_log(self, args, state, control, logs=None, **_):  # noqa: ANN001, ANN003, ANN201
+        if logs and "loss" in logs:
+            keys = {"reward", "entropy", "grad_norm", "clip_ratio/region_mean"}
+            kept = {key: value for key, value in logs.items() if key in keys or key.startswith("replay/")}
+            self.rows.append(self.tags | {"step": state.global_step} | kept)
+
+    def on_step_begin(self, args, state, control, **_):  # noqa: ANN001, ANN003, ANN201
+        if state.global_step % self.every == 0:
+            self.take(state.global_step)
+
+    def take(self, step: int) -> None:
+        self.rows.append(self.tags | {"step": step} | self.measure.row())
+
+
+def run(arm: str, seed: int, folder: Path, generations: int, learning_rate: float) -> list[dict[str, object]]:
+    """One arm with one seed."""
     rng = random.Random(1000 + seed)
     problems = [problem(rng) for _ in range(generations * PROMPTS)]
+    steps = generations * UPDATES * PASSES
     with tempfile.TemporaryDirectory() as scratch:
         args = ReplayGRPOConfig(
-            scratch, **ARMS[name], num_generations=GENERATIONS, per_device_train_batch_size=PROMPTS * GENERATIONS // UPDATES,
-            steps_per_generation=UPDATES, num_iterations=PASSES, max_steps=generations * UPDATES * PASSES,
-            learning_rate=learning_rate, lr_scheduler_type="constant", max_completion_length=LENGTH + 2, seed=seed,
-            logging_steps=1, save_strategy="no", report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
-            gradient_checkpointing=False, mass_samples=64, loss_type="dapo",
+            scratch,
+            **ARMS[arm],
+            num_generations=GENERATIONS,
+            per_device_train_batch_size=PROMPTS * GENERATIONS // UPDATES,
+            steps_per_generation=UPDATES,
+            num_iterations=PASSES,
+            max_steps=steps,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            max_completion_length=LENGTH + 2,
+            seed=seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            mass_samples=64,
             rollout_options={"max_model_len": 16, "max_num_seqs": HELD_OUT, "kv_cache_memory_bytes": 2**24},
-        )  # fmt: skip
+        )
         model, start = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-        rows = {"prompt": [question for question, _ in problems], "answer": [answer for _, answer in problems]}
-        trainer = ReplayGRPOTrainer(model, exact, args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer())
+        data = {"prompt": [question for question, _ in problems], "answer": [answer for _, answer in problems]}
+        trainer = ReplayGRPOTrainer(
+            model, exact, args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer()
+        )
         trainer.remove_callback(PrinterCallback)
-        measure, found = Measure(trainer, start), []
-        every = UPDATES * PASSES * max(generations // 5, 1)
-
-        def on_log(args, state, control, logs=None, **_):
-            if logs and "loss" in logs:
-                keys = {"reward", "entropy", "grad_norm", "clip_ratio/region_mean"}
-                line = {key: value for key, value in logs.items() if key in keys or key.startswith("replay/")}
-                found.append({"arm": name, "seed": seed, "step": state.global_step} | line)
-
-        def on_step_begin(args, state, control, **_):
-            if state.global_step % every == 0:
-                found.append({"arm": name, "seed": seed, "step": state.global_step} | measure.row())
-
-        hooks = type("Hooks", (PrinterCallback,), {"on_log": staticmethod(on_log), "on_step_begin": staticmethod(on_step_begin)})
-        trainer.add_callback(hooks())
+        recorder = Recorder(Measure(trainer, start), steps // 5, {"arm": arm, "seed": seed})
+        trainer.add_callback(recorder)
         trainer.train()
-        found.append({"arm": name, "seed": seed, "step": args.max_steps} | measure.row())
-    return found
+        recorder.take(steps)
+    return recorder.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("evidence"), help="folder for rows.jsonl and the figure")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--generations", type=int, default=25)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--warm-steps", type=int, default=300)
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS), metavar="ARM")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    args.output.mkdir(parents=True, exist_ok=True)
+    folder = args.output / f"start-{args.warm_steps}"
+    if not (folder / "config.json").exists():
+        warm_start(folder, args.warm_steps)
+    rows = args.output / "rows.jsonl"
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    done = {(row["arm"], row["seed"]) for row in map(json.loads, lines)}
+    for seed in range(args.seeds):
+        for arm in args.arms:
+            if (arm, seed) in done:
+                continue
+            started = time.perf_counter()
+            found = run(arm, seed, folder, args.generations, args.learning_rate)
+            with rows.open("a") as stream:
+                stream.write("".join(json.dumps(row) + "\n" for row in found))
+            print(arm, seed, f"{time.perf_counter() - started:.0f} s", json.dumps(found[-1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

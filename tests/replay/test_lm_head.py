@@ -12,7 +12,6 @@ from replay_cases import Token
 from transformers import AutoModelForCausalLM
 
 from keepmask import MaskError, SamplingParams, replay
-from keepmask.errors import ConfigError
 
 # PEFT asks transformers for a property that was renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -124,6 +123,16 @@ def test_with_the_engines_weights_scores_are_the_rollouts_own(rollouts, model):
         got = model(**inputs, fused_lm_head=True).log_probs[:, prompt - 1 :].numpy()
     for row, rollout in zip(got, rollouts, strict=True):
         np.testing.assert_allclose(row, rollout.logprobs, atol=1e-5)
+
+
+def test_the_same_sequence_several_times_in_a_batch(rollouts, model):
+    replay.add_lm_head(model, store_of([*rollouts, rollouts[1]]))
+    order = [1, 0, 1, 2, 1]
+    inputs, prompt = padded(rollouts, order)
+    with torch.no_grad():
+        got = model(**inputs, fused_lm_head=True).log_probs[:, prompt - 1 :].numpy()
+    for row, index in zip(got, order, strict=True):
+        np.testing.assert_allclose(row, rollouts[index].logprobs, atol=1e-5)
 
 
 def test_packed_sequences_are_parted_at_their_positions(rollouts, model):
@@ -278,12 +287,31 @@ def test_a_head_trained_whole_under_peft_is_the_one_that_is_scored(rollouts, mod
     np.testing.assert_allclose(other.detach().numpy(), rollouts[0].logprobs, atol=1e-5)
 
 
-def test_an_adapter_on_the_head_is_refused(rollouts, model):
+def test_an_adapter_on_the_head_is_scored_and_trained(rollouts, model):
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
-    with pytest.raises(ConfigError, match="an adapter on the LM head would neither be scored nor trained"):
-        replay.add_lm_head(adapted, store_of(rollouts))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head", "q_proj"], init_lora_weights=False))
+    sum(by_definition(adapted, r)[0].sum() for r in rollouts).float().backward()
+    reference = gradients(adapted)
+    adapted.zero_grad()
+    replay.add_lm_head(adapted, store_of(rollouts))
+    inputs, _ = padded(rollouts, range(len(rollouts)))
+    adapted(**inputs, fused_lm_head=True).log_probs.sum().backward()
+    assert any("lm_head.lora_B" in name for name in reference)
+    assert_same_gradients(gradients(adapted), reference)
+
+
+def test_logits_that_are_not_the_heads_are_refused(rollouts, model):
+    own = model.forward
+
+    def scaled(*args, **kwargs):
+        output = own(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ValueError, match="its logits are not those of its head"):
+        replay.add_lm_head(model, store_of(rollouts))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3"])

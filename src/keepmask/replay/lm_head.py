@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from keepmask.errors import ConfigError, MaskError
-from keepmask.head.form import HeadForm
-from keepmask.replay.logprobs import ScoreOptions, logprobs_from_hidden
+from keepmask.errors import MaskError
+from keepmask.replay.logprobs import ScoreOptions
 from keepmask.replay.mask_store import FoundRows, MaskStore
 from keepmask.replay.policy_head import Head
 from keepmask.replay.replay_batch import ReplayBatch
+from keepmask.replay.score_batch import score
 from keepmask.replay.scores import SupportScores
 
 __all__ = ["SupportLMOutput", "add_lm_head"]
@@ -66,13 +66,11 @@ def add_lm_head(
     entropy: "grad" to differentiate the entropies as well. mass_samples: of how many rows of a call with gradients to
     compute `kept_mass` too, each of which costs logits over the whole vocabulary.
 
-    Raises ConfigError for a model without an LM head of its own, or with an adapter on it; the call raises MaskError
-    for a sequence without a rollout and for labels that are not the tokens drawn.
+    Raises ValueError for a model whose logits `Head.of` cannot make; the call raises MaskError for a sequence without a
+    rollout and for labels that are not the tokens drawn.
     """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not isinstance(getattr(base, "base_model", None), nn.Module) or base.get_output_embeddings() is None:
-        raise ConfigError(f"{type(base).__name__}: is no causal LM of transformers with a backbone and an LM head")
-    _head(base)
+    Head.of(base)
     own_forward = base.forward
 
     # The signature stays the model's own, which `generate` reads.
@@ -116,19 +114,22 @@ def _score(
     hidden: Tensor = output.last_hidden_state
     width = hidden.shape[1] - (shift_labels is None)
 
-    def compute(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def compute(states: Tensor) -> tuple[Tensor, ...]:
+        head = Head.of(model)
+        states = states.to(head.weight.device)
         flat = states.flatten(0, 1)
         scores = [states.new_full((len(states), width), fill, dtype=torch.float32) for fill in (0.0, 0.0, torch.nan)]
         if not found:  # differentiable all the same, as data-parallel trainers need it
-            scores[0] = scores[0] + flat[:0].sum() + weight[:0].sum()
+            scores[0] = scores[0] + flat[:0].sum() + head.weight[:0].sum()
         for rows in found:
-            values = _score_rows(rows, flat, weight, bias, settings, *options)
+            values = _score_rows(rows, flat, head, *options)
             at = rows.outputs.to(states.device)
             where = (at // width, at % width)
             scores = [each.index_put(where, value) for each, value in zip(scores, values, strict=True)]
         return tuple(scores)
 
-    log_probs, entropies, kept_mass = _through(_head(model), hidden, compute)
+    Head.of(model)  # what PEFT has changed since the last call is checked before the head's own forward is replaced
+    log_probs, entropies, kept_mass = _through(model.get_output_embeddings(), hidden, compute)
     wanted = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels
     assert wanted is not None
     asked = wanted.ne(IGNORED_LABEL)
@@ -152,30 +153,14 @@ class _Rows(NamedTuple):
 
 
 def _score_rows(
-    rows: _Rows,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: Any,
-    entropy: Literal["value", "grad"],
-    mass_samples: int,
+    rows: _Rows, hidden: Tensor, head: Head, entropy: Literal["value", "grad"], mass_samples: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[R] float32 each: log-probabilities, entropies, and the kept mass of some. hidden: [B * L, E]."""
     batch = rows.found.batch
-    form = HeadForm.of(settings)
-    head = Head(weight, bias, form.softcap, form.scale)
 
-    def scored(batch: ReplayBatch, places: Tensor, **options: Any) -> SupportScores:
-        batch = batch.to(hidden.device)
-        return logprobs_from_hidden(
-            hidden[places.to(hidden.device)],
-            head,
-            batch.targets,
-            batch.support,
-            transforms=batch.transforms,
-            options=ScoreOptions(members=False),
-            **options,
-        )
+    def scored(batch: ReplayBatch, places: Tensor, **asked: Any) -> SupportScores:
+        options = ScoreOptions(members=False)
+        return score(batch.to(hidden.device), hidden[places.to(hidden.device)], head, options=options, **asked)
 
     scores = scored(batch, rows.states, entropy=entropy)
     assert scores.entropy is not None
@@ -259,42 +244,21 @@ def _segments(
     return segments
 
 
-def _head(model: Any) -> nn.Module:
-    """The LM head that the model uses now; it is looked up at each call, since PEFT and FSDP replace it."""
-    head: Any = model.get_output_embeddings()
-    if hasattr(head, "modules_to_save"):  # PEFT's whole copies of a layer
-        active = not head.disable_adapters and head.active_adapters
-        head = head.modules_to_save[active[0]] if active else head.original_module
-    if hasattr(head, "base_layer"):
-        raise ConfigError(
-            f"{type(head).__name__}: an adapter on the LM head would neither be scored nor trained, as scores are made "
-            "of the head's own weight; take lm_head out of target_modules, or train it whole with modules_to_save"
-        )
-    return head  # type: ignore[no-any-return]
-
-
-def _through(
-    head: nn.Module, hidden: Tensor, compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    """compute(hidden, weight, bias) in place of the head's forward.
+def _through(module: Any, hidden: Tensor, compute: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """compute(hidden) in place of the forward of the LM head, `module`.
 
     The head is called, not only read, so that the hooks of sharded data parallelism gather its weight before and
     spread its gradient afterwards.
     """
-    before = head.__dict__.get("forward")
-
-    def forward(states: Tensor) -> tuple[Tensor, ...]:
-        weight: Any = head.weight
-        return compute(states.to(weight.device), weight, getattr(head, "bias", None))
-
-    head.forward = forward
+    before = module.__dict__.get("forward")
+    module.forward = compute
     try:
-        scores: tuple[Tensor, ...] = head(hidden)
+        scores: tuple[Tensor, ...] = module(hidden)
     finally:
         if before is None:
-            del head.forward
+            del module.forward
         else:
-            head.forward = before
+            module.forward = before
     return scores
 
 

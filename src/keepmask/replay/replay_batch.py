@@ -210,16 +210,21 @@ class ReplayBatch:
         return self._with_rows(keep.nonzero()[:, 0], tuple(kept.tolist()))
 
     def select_sequences(self, sequences: Sequence[int]) -> ReplayBatch:
-        """The batch of these sequences, in this order, with their rows."""
+        """The batch of these sequences, in this order, with their rows; one may come more than once."""
         bad = [s for s in sequences if not 0 <= s < self.num_sequences]
         if bad:
             raise MaskError(f"select_sequences: {bad[0]} is not one of the {self.num_sequences} sequences")
         starts, row_starts = [0, *accumulate(self.lengths)], [0, *accumulate(self.row_lengths)]
         tokens = spans_of([(starts[s], self.lengths[s]) for s in sequences], self.input_ids.device)
         rows = spans_of([(row_starts[s], self.row_lengths[s]) for s in sequences], self.input_ids.device)
+        begins = accumulate((self.lengths[s] for s in sequences), initial=0)
+        moves = [begin - starts[s] for begin, s in zip(begins, sequences, strict=False)]
+        counts = torch.tensor([self.row_lengths[s] for s in sequences], dtype=torch.int64)
+        by_row = torch.repeat_interleave(torch.tensor(moves, dtype=torch.int64), counts).to(rows.device)
         return self._taken(
             tokens,
             rows,
+            self.logit_positions[rows] + by_row,
             lengths=tuple(self.lengths[s] for s in sequences),
             row_lengths=tuple(self.row_lengths[s] for s in sequences),
             is_shard=self.is_shard,
@@ -310,6 +315,7 @@ class ReplayBatch:
         batch = self._taken(
             tokens,
             rows,
+            local[self.logit_positions[rows]],
             lengths=counts_in(tokens, ends),
             row_lengths=counts_in(rows, list(accumulate(self.row_lengths))),
             is_shard=True,
@@ -320,15 +326,13 @@ class ReplayBatch:
         self,
         tokens: Tensor,
         rows: Tensor,
+        logit_positions: Tensor,
         *,
         lengths: tuple[int, ...],
         row_lengths: tuple[int, ...],
         is_shard: bool,
     ) -> ReplayBatch:
-        place = torch.full((self.num_tokens,), -1, dtype=torch.int64, device=tokens.device)
-        place[tokens] = torch.arange(tokens.numel(), device=tokens.device)
-        taken = self._row_fields(rows)
-        taken["logit_positions"] = place[taken["logit_positions"]]
+        taken = self._row_fields(rows) | {"logit_positions": logit_positions}
         return replace(
             self,
             input_ids=self.input_ids[tokens],
