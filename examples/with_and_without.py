@@ -41,7 +41,7 @@ ARMS = {
     "nothing truncated": {"top_p": 1.0, "top_k": 0, "replay": True},
     **{f"{sampler}: {way}": params | how for sampler, params in SAMPLERS.items() for way, how in WAYS.items()},
 }
-PROMPTS, GENERATIONS, UPDATES, PASSES = 16, 8, 4, 2
+PROMPTS, GENERATIONS, UPDATES, PASSES = 32, 8, 4, 2
 HELD_OUT = 256
 
 
@@ -62,9 +62,9 @@ def exact(completions: list[str], answer: list[str], **_: object) -> list[float]
 
 
 def erring(answer: str, rng: random.Random) -> list[str]:
-    """The teacher: one number in five is off by about three."""
-    numbers = [int(n) + (round(rng.gauss(0, 3)) if rng.random() < 0.2 else 0) for n in answer.split()]
-    return [str(min(max(n, 0), NUMBERS - 1)) for n in numbers]
+    """The teacher: every other answer is the wrong way round, and one number in ten is off by about three."""
+    numbers = [int(n) + (round(rng.gauss(0, 3)) if rng.random() < 0.1 else 0) for n in answer.split()]
+    return [str(min(max(n, 0), NUMBERS - 1)) for n in numbers][:: rng.choice((1, -1))]
 
 
 def warm_start(folder: Path, steps: int) -> float:
