@@ -19,6 +19,10 @@ _COMMANDS = {
     "demo": ("keepmask.commands.demo", "roll out, replay and report on a packaged model"),
     "rollout": ("keepmask.commands.rollout", "roll out a file of prompts with sampling masks"),
     "report": ("keepmask.commands.report", "draw the page of a rollout file"),
+    "verify": (
+        "keepmask.commands.verify",
+        "score any engine's rollouts on their masks, and say why what remains remains",
+    ),
     "serve": ("keepmask.commands.serve", "serve a model to RL clients over HTTP"),
     "train": ("keepmask.commands.train", "train a model on a task with verifiable rewards, on the recorded supports"),
     "bench": ("keepmask.commands.bench", "measure how fast the engine is on this machine, and where its time goes"),
