@@ -212,7 +212,7 @@ def _say(args: argparse.Namespace, columns: Mapping[str, _Column], found: Explan
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(shown)
     for line in _verdict(args, tables, found):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _verdict(args: argparse.Namespace, tables: Mapping[str, Mapping[str, float]], found: Explanation) -> list[str]:

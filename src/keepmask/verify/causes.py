@@ -19,7 +19,7 @@ __all__ = ["Explanation", "Hypothesis", "explain"]
 Floats = NDArray[np.float64]
 
 _OUTSIDE = 0.1
-_EXPLAINS = 0.5  # of the mean |difference| that is left where a cause is the cause
+_EXPLAINS = 0.25  # share of what is amiss, at most, that is left where a cause is the cause
 _SAME_RULES = 0.95  # share of rows that are a profile's own, or are but for ties
 _FITTED = {
     "temperature": np.geomspace(0.2, 3.0, 41),
@@ -69,19 +69,22 @@ def explain(
     parts = [row_logits(model, rollout) for rollout in rollouts]
     base = _measured("as recorded", "", parts, [part.predict(part.rollout.sampling_params) for part in parts])
     tried = [*_by_numbers(parts), *_by_version(parts, base)]
-    if base.outside > threshold and not any(_is_cause(each, base) for each in tried):
+    if base.outside > threshold and not any(_is_cause(each, base, threshold) for each in tried):
         tried += [*_by_prompt(model, rollouts, tokenizer), *_by_weights(rollouts, others or {})]
-    causes = sorted((each for each in tried if _is_cause(each, base)), key=lambda each: each.difference)
+    causes = sorted((each for each in tried if _is_cause(each, base, threshold)), key=lambda each: each.difference)
     cause = causes[0] if causes and base.outside > threshold else None
     if cause is not None:  # of equals the simplest, which is tried first
         cause = next(
-            each for each in tried if each.difference <= 1.2 * cause.difference + 1e-6 and _is_cause(each, base)
+            each
+            for each in tried
+            if each.difference <= 1.2 * cause.difference + 1e-6 and _is_cause(each, base, threshold)
         )
     return Explanation(tried=(base, *tried), cause=cause, notes=tuple(_notes(parts)))
 
 
-def _is_cause(each: Hypothesis, base: Hypothesis) -> bool:
-    return each.difference <= _EXPLAINS * base.difference and each.outside < base.outside
+def _is_cause(each: Hypothesis, base: Hypothesis, threshold: float) -> bool:
+    least = 2 * _EXPLAINS * base.difference  # what precision leaves is a larger part of the small differences
+    return each.difference <= least and each.outside <= max(threshold, _EXPLAINS * base.outside)
 
 
 def _measured(name: str, says: str, parts: Sequence[RowLogits], predicted: Sequence[Floats]) -> Hypothesis:

@@ -34,7 +34,7 @@ def read_any(path: Path, params: Mapping[str, Any]) -> tuple[list[Rollout], dict
     miles; branches of verifiers; generator outputs of SkyRL. params: sampling parameters of answers that come without
     their request. Raises MaskError naming the document.
     """
-    if path.is_dir() or path.open("rb").read(len(_PARQUET)) == _PARQUET:
+    if path.is_dir() or _begins(path, _PARQUET):
         return read_rollouts(path)
     rollouts: list[Rollout] = []
     for number, document in _documents(path):
@@ -43,6 +43,11 @@ def read_any(path: Path, params: Mapping[str, Any]) -> tuple[list[Rollout], dict
         except MaskError as error:
             raise MaskError(f"{path}, document {number}: {error}") from error
     return rollouts, {}
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(magic)) == magic
 
 
 def rollouts_of(document: Any, params: Mapping[str, Any]) -> list[Rollout]:
