@@ -22,11 +22,11 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from keepmask.compiled.team import Kernel, size_address
-from keepmask.compiled.vectors import Vectors, pointer, statement
+from keepmask.compiled.vectors import Vectors, call, pointer, statement
 
 __all__ = ["Program"]
 
-_I32, _I64, _BYTES = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _FUNCTION, _WAITS, _TICK, _COUNTER = range(4)  # columns of a step; the kernel's own arguments follow its counter
 _SPINS = 2048  # rounds of waiting before a thread offers its core to others: about a hundred microseconds
@@ -99,7 +99,7 @@ class Program:
 @cache
 def _driver() -> Kernel:
     """What every thread of the team does. Its counter is how often any thread has come to a place to wait."""
-    run, wait = statement(_run), statement(_wait)
+    wait = statement(_wait)
 
     @cfunc(types.void(types.voidptr), nopython=True)
     def driver(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -110,18 +110,12 @@ def _driver() -> Kernel:
         for at in range(a[1]):
             step = a[3] + 8 * at * a[2]
             if table[at, _FUNCTION] != 0:
-                run((table[at, _FUNCTION], step + 8 * _COUNTER))
+                call((table[at, _FUNCTION], step + 8 * _COUNTER))
             if table[at, _WAITS] != 0:
                 arrivals += num_threads
                 wait((a.ctypes.data, arrivals, step + 8 * _TICK))
 
     return Kernel(driver, 4)
-
-
-def _run(b: Any, args: list[Any]) -> None:
-    """function(arguments)."""
-    kind = ir.FunctionType(ir.VoidType(), [_BYTES])
-    b.call(b.inttoptr(args[0], kind.as_pointer()), [b.inttoptr(args[1], _BYTES)])
 
 
 def _wait(b: Any, args: list[Any]) -> None:

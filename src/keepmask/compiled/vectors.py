@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "BFloat16", "Vectors", "next_item", "pointer", "scratch", "statement"]
+__all__ = ["LANES", "Vectors", "call", "next_item", "pointer", "scratch", "statement"]
 
 LANES = 16
 """Values in a vector."""
@@ -22,11 +22,15 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VF, _VI, _VH = (ir.VectorType(item, LANES) for item in (_F32, _I32, ir.IntType(16)))
 
 
-class BFloat16(ir.types.Type):  # type: ignore[misc]
+class _BFloat16(ir.types.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not name."""
 
     def _to_string(self) -> str:
         return "bfloat"
+
+
+_BFLOAT16 = _BFloat16()
+_PAIRS = ir.VectorType(_BFLOAT16, 2 * LANES)
 
 
 # exp2 on [-0.5, 0.5] by a polynomial of degree 6 (minimax, relative error below 1e-7)
@@ -88,6 +92,15 @@ def _next_item(_context: Any, counter: Any) -> tuple[Any, Any]:
     return types.int64(counter), build
 
 
+def _call(b: Builder, args: list[Any]) -> None:
+    data = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [data])
+    b.call(b.inttoptr(args[0], kind.as_pointer()), [b.inttoptr(args[1], data)])
+
+
+call = statement(_call)
+"""For compiled code, `call((function, data))`: call the `void function(void *data)` at an address."""
+
 pointer = intrinsic(_pointer)
 """For compiled code: an address as a pointer."""
 
@@ -131,6 +144,12 @@ class Vectors:
         value.align = 4
         return value
 
+    def load_unit(self, base: Any, index: int) -> Any:
+        """The float32 base[index], which may lie anywhere."""
+        value = self.b.load(self.at(base, index))
+        value.align = 2
+        return value
+
     def store(self, value: Any, base: Any, index: int) -> None:
         """Store a vector at base[index:]."""
         self.b.store(value, self.b.bitcast(self.at(base, index), value.type.as_pointer())).align = 2
@@ -163,7 +182,9 @@ class Vectors:
         self.store(value, base, index)
 
     def splat_item(self, base: Any, index: int) -> Any:
-        """base[index], a bfloat16, as float32 in every lane."""
+        """base[index], a float32 or bfloat16, as float32 in every lane."""
+        if self.dtype == "float32":
+            return self.splat(self.b.load(self.at(base, index)))
         bits = self.b.zext(self.b.load(self.at(base, index)), _I32)
         return self.splat(self.b.bitcast(self.b.shl(bits, ir.Constant(_I32, 16)), _F32))
 
@@ -177,7 +198,7 @@ class Vectors:
 
     def _bfloat16_bits(self, value: Any) -> Any:
         """16 float32 as bfloat16, rounded to nearest even, in the bits of 16 int16."""
-        return self.b.bitcast(self.b.fptrunc(value, ir.VectorType(BFloat16(), LANES)), _VH)
+        return self.b.bitcast(self.b.fptrunc(value, ir.VectorType(_BFLOAT16, LANES)), _VH)
 
     def real(self, value: float) -> Any:
         """A vector of this constant."""
@@ -196,6 +217,57 @@ class Vectors:
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         """x · y + z, rounded once."""
         return self.b.call(self.external("llvm.fma.v16f32", _VF, _VF, _VF, _VF), [x, y, z])
+
+    def dot(self, total: Any, x: Any, y: Any, *, native: bool) -> Any:
+        """total + x · y lane by lane; in bfloat16 a lane holds a pair, total + x[1] · y[1] + x[0] · y[0].
+
+        Products of bfloat16 are exact in float32; each addition is rounded to nearest even. native: by the processor's
+        own instruction for pairs, which takes and gives denormal numbers as zero.
+        """
+        if self.dtype == "float32":
+            return self.fma(x, y, total)
+        if native:
+            dot = self.external("llvm.x86.avx512bf16.dpbf16ps.512", _VF, _VF, _PAIRS, _PAIRS)
+            return self.b.call(dot, [total, self.b.bitcast(x, _PAIRS), self.b.bitcast(y, _PAIRS)])
+        for first, second in zip(self._split(x), self._split(y), strict=True):
+            total = self.fma(first, second, total)
+        return total
+
+    def _split(self, pairs: Any) -> list[Any]:
+        """The second and the first of 16 pairs of bfloat16, as float32."""
+        bits = self.b.bitcast(pairs, _VI)
+        parts = self.b.and_(bits, self.whole(0xFFFF0000)), self.b.shl(bits, self.whole(16))
+        return [self.b.bitcast(part, _VF) for part in parts]
+
+    def pairs(self, even: Any, odd: Any) -> Any:
+        """Two vectors rounded to bfloat16, item by item in turn: 16 pairs, each in the bits of a float32."""
+        order = self._lanes([lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)])
+        return self.b.bitcast(
+            self.b.shuffle_vector(self._bfloat16_bits(even), self._bfloat16_bits(odd), order), even.type
+        )
+
+    def halves(self, pairs: Any) -> list[Any]:
+        """16 pairs of bfloat16 as the first 16 and the last 16 of 32 float32."""
+        bits = self.b.bitcast(pairs, ir.VectorType(ir.IntType(16), 2 * LANES))
+        parts = (self._lanes(list(range(start, start + LANES))) for start in (0, LANES))
+        return [self._widened(self.b.shuffle_vector(bits, bits, part)) for part in parts]
+
+    def transposed(self, rows: list[Any]) -> list[Any]:
+        """The 16 columns of 16 vectors: pairs that differ in one bit of their number exchange halves, bit by bit."""
+        rows, bit = list(rows), LANES // 2
+        lanes = range(LANES)
+        while bit:
+            low = self._lanes([LANES + (lane ^ bit) if lane & bit else lane for lane in lanes])
+            high = self._lanes([LANES + lane if lane & bit else lane ^ bit for lane in lanes])
+            for i in lanes:
+                if not i & bit:
+                    pair = rows[i], rows[i | bit]
+                    rows[i], rows[i | bit] = (self.b.shuffle_vector(*pair, order) for order in (low, high))
+            bit //= 2
+        return rows
+
+    def _lanes(self, order: list[int]) -> Any:
+        return ir.Constant(ir.VectorType(_I32, len(order)), order)
 
     def sqrt(self, x: Any) -> Any:
         """The square root."""
