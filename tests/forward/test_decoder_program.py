@@ -1,4 +1,4 @@
-"""bfloat16 on matrix tiles: a forward in one call is its operations one by one, and nothing depends on the batch."""
+"""A forward in one call is its operations one by one, on all instructions, and nothing depends on the batch."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,7 @@ from safetensors.torch import load_file
 
 import tiny
 from keepmask import LLM, SamplingParams
-from keepmask.compiled.tiles import available
-
-pytestmark = pytest.mark.skipif(not available(), reason="needs matrix tiles (AMX)")
+from keepmask.compiled.processor import VARIABLE, available
 
 V = tiny.VOCAB_SIZE
 MODELS = {
@@ -29,20 +27,28 @@ SHAPE = {"head_dim": 32, "hidden_size": 96, "intermediate_size": 160}
 models = pytest.mark.parametrize("name", MODELS)
 
 
+@pytest.fixture(params=[("float32", "plain"), *(("bfloat16", name) for name in available())], ids="-".join)
+def dtype(request, monkeypatch):
+    """The type to compute in, on each of the instructions that this processor has for it."""
+    name, instructions = request.param
+    monkeypatch.setenv(VARIABLE, instructions)
+    return name
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Folders by name of a model; every size fits tiles."""
-    folder = tmp_path_factory.mktemp("tiled")
+    folder = tmp_path_factory.mktemp("whole")
     architectures = {name: name if name in tiny.ARCHITECTURES else "llama" for name in MODELS}
     return {name: tiny.save(folder / name, architectures[name], **SHAPE | MODELS[name]) for name in MODELS}
 
 
 @pytest.fixture
-def load(checkpoints):
+def load(checkpoints, dtype):
     """load(name or folder, **options): an engine that scores what it draws from."""
 
     def make(name, **options):
-        given = {"dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
+        given = {"dtype": dtype, "device": "cpu", "kv_cache_memory_bytes": 2**22, "skip_tokenizer_init": True}
         given |= {"logprobs_mode": "raw_logits"} if "max_logprobs" in options else MASKS
         return LLM(str(checkpoints.get(name, name)), **given | options)
 
@@ -69,7 +75,7 @@ def decoder(llm):
 @models
 def test_one_call_gives_what_its_operations_give(load, name):
     whole, stepwise = load(name), load(name)
-    decoder(stepwise)._is_tiled = False
+    decoder(stepwise)._is_compiled = False
     for one, other in zip(generate(whole), generate(stepwise), strict=True):
         assert drawn(one) == drawn(other)
     assert decoder(whole).seconds().keys() == {"linear", "attention", "model"}
@@ -83,27 +89,6 @@ def test_a_request_alone_is_what_it_is_in_company(load, name):
         assert drawn(generate(llm, [prompt])[0]) == drawn(together)
     crowd = generate(llm, PROMPTS * 12)  # more tokens than meet a weight at a time
     assert all(drawn(output) == drawn(crowd[at % 4]) for at, output in enumerate(crowd))
-
-
-@pytest.mark.parametrize("budget", [3, 64])
-def test_prompts_in_pieces_give_the_same(load, budget):
-    whole, pieces = load("llama"), load("llama", max_num_batched_tokens=budget)
-    assert [drawn(output) for output in generate(whole)] == [drawn(output) for output in generate(pieces)]
-
-
-def test_preemption_gives_the_same(load):
-    roomy, tight = load("llama"), load("llama", kv_cache_memory_bytes=2**22 // 64, max_model_len=80)
-    one, other = generate(roomy), generate(tight)
-    assert tight.engine.stats().num_preemptions > 0
-    assert [drawn(output) for output in one] == [drawn(output) for output in other]
-
-
-def test_a_prefix_from_the_cache_gives_the_same(load):
-    llm = load("llama")
-    first = generate(llm, [PROMPTS[2]])
-    again = generate(llm, [PROMPTS[2]])
-    assert again[0].num_cached_tokens > 0
-    assert drawn(first[0]) == drawn(again[0])
 
 
 def test_drawn_tokens_have_the_logits_they_have_as_a_prompt(load):

@@ -184,24 +184,24 @@ def test_failed_update_leaves_weights_version_and_draws(serving: Serving, expect
     assert draws(serving) == expected["1"]
 
 
-def test_swap_that_breaks_is_undone_and_answered_500(serving: Serving, expected: dict[str, Any]):
-    refresh, calls = serving.engine.runner.refresh, 0
+def test_swap_that_breaks_is_undone_and_answered_500(
+    serving: Serving, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    copy, calls = torch.Tensor.copy_, 0
 
-    def breaking() -> None:
+    def breaking(target: torch.Tensor, source: torch.Tensor, *options: bool) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        if calls == 1:
+        if calls == 5:
             raise MemoryError("none left")
-        refresh()
+        return copy(target, source, *options)
 
     before = checksums(serving)
     serving.client.post("/start_weight_update").raise_for_status()
     serving.client.post("/update_weights", json={"update_info": {"path": "step1"}}).raise_for_status()
-    serving.engine.runner.refresh = breaking  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", breaking)
         failed = serving.client.post("/finish_weight_update", json={"weight_version": "1"})
-    finally:
-        serving.engine.runner.refresh = refresh  # type: ignore[method-assign]
     assert failed.status_code == 500
     assert "none left" not in failed.text
     assert checksums(serving) == before

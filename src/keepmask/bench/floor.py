@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keepmask.engine.model_runner import ModelRunner
-from keepmask.forward.linear import Linear, is_tiled, linear_layer
+from keepmask.forward.linear import Linear, is_compiled, linear_layer
 
 __all__ = ["Floor"]
 
@@ -46,7 +46,7 @@ class Floor:
             width: torch.randn(-(-B // 16) * 16, width, dtype=self._runner.dtype, device=self._runner.device)
             for width in {each.in_features for each in self._linears}
         }
-        if all(is_tiled(each) for each in self._linears):
+        if all(is_compiled(each) for each in self._linears):
             return median(self._time(_in_one_call(self._linears, inputs, B)) for _ in range(_REPEATS))
 
         def products() -> None:
@@ -73,9 +73,10 @@ def _in_one_call(linears: list[Any], inputs: dict[int, Tensor], B: int) -> Calla
     from keepmask.compiled.program import Program
 
     program, rows = Program(), max(len(each) for each in inputs.values())
-    out = torch.empty(rows, max(each.out_features for each in linears), dtype=torch.bfloat16)
+    out = torch.empty(rows, max(each.out_features for each in linears), dtype=next(iter(inputs.values())).dtype)
     for each in linears:
-        each.add_to(program, tokens=inputs[each.in_features].data_ptr(), out=out.data_ptr())
+        places = each.parts_of(out.data_ptr(), out.element_size())
+        each.add_to(program, tokens=inputs[each.in_features].data_ptr(), out=places)
 
     def run(_out: Tensor = out) -> None:
         program.run(T=B)
@@ -87,4 +88,4 @@ def _in_one_call(linears: list[Any], inputs: dict[int, Tensor], B: int) -> Calla
 def _plain(runner: ModelRunner) -> list[Linear]:
     """The linear layers of a model that runs its own code."""
     modules = [module for module in runner.model.base_model.modules() if isinstance(module, nn.Linear)]
-    return [linear_layer([module.weight], module.bias) for module in modules]
+    return [linear_layer([module.weight], [module.bias]) for module in modules]

@@ -54,5 +54,7 @@ def instructions() -> Instructions:
             return name
     legal = ", ".join(get_args(Instructions))
     if asked in get_args(Instructions):
-        raise ConfigError(f"{VARIABLE}={asked}: this processor has no such instructions; it has {', '.join(available())}")
+        raise ConfigError(
+            f"{VARIABLE}={asked}: this processor has no such instructions; it has {', '.join(available())}"
+        )
     raise ConfigError(f"{VARIABLE}={asked!r}: must be one of {legal}, or unset for the best of them")

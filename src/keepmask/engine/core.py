@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,14 +248,7 @@ class Engine:
         nothing, when weights are missing.
         """
         stage.check_complete()
-        with self._whole_weights():
-            stage.exchange()
-            try:
-                self.runner.refresh()
-            except BaseException:
-                self.runner.restore_weights()
-                stage.exchange()
-                raise
+        stage.exchange()
         return self._weights_changed(_next_version(self.weight_version) if version is None else version)
 
     def rename_weights(self, version: str) -> None:
@@ -265,18 +257,15 @@ class Engine:
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of every weight, by its name in the model's state dict."""
-        with self._whole_weights():
-            return {name: tensor.clone() for name, tensor in self.runner.model.state_dict().items()}
+        return {name: tensor.clone() for name, tensor in self.runner.model.state_dict().items()}
 
     def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight, by its name in the model's state dict."""
-        with self._whole_weights():
-            return checksums(self.runner.model)
+        return checksums(self.runner.model)
 
     def randomize_weights(self, generator: torch.Generator) -> str:
         """Overwrite the weights with noise, as a test of what transfers them; returns the version of the noise."""
-        with self._whole_weights():
-            randomize(self.runner.model, generator)
+        randomize(self.runner.model, generator)
         return self._weights_changed(f"{self.weight_version}+random")
 
     def step(self) -> list[Request]:
@@ -385,15 +374,6 @@ class Engine:
                 logits = head.float32(torch.arange(len(part), device=hidden.device))
                 entries = prompt_logprobs(logits, torch.tensor(part, device=hidden.device), num_logprobs)
                 known += (entry if np.isfinite(entry.values).all() else None for entry in entries)
-
-    @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Within it, the model's parameters hold their values; the runner follows their changes."""
-        self.runner.restore_weights()
-        try:
-            yield
-        finally:
-            self.runner.refresh()
 
     def _weights_changed(self, version: str) -> str:
         self.weight_version = version

@@ -20,7 +20,7 @@ from keepmask.errors import ConfigError
 from keepmask.forward.attention import AttentionContext, KVCache
 from keepmask.forward.decoder import Decoder
 from keepmask.forward.forward_batch import ChunkT, ForwardBatch
-from keepmask.forward.linear import Linear, linear_layer
+from keepmask.forward.linear import Linear, compile_linears, linear_layer
 from keepmask.head.form import HeadForm
 from keepmask.head.pairs import numba_can_read, pair_logits
 
@@ -31,9 +31,6 @@ _KV_SHARE_OF_FREE = 0.4
 
 _MAX_PAIRS = 16_384
 """Rows of the head that are gathered at a time."""
-
-_HEAD_CHUNK = 16_384
-"""Rows of the head that are held in float32 at a time."""
 
 
 class LMHead:
@@ -84,10 +81,7 @@ class LMHead:
         """[M, V] float32 logits at rows [M] int64."""
         if self.logits.dtype == torch.float32:
             return self.logits[rows]
-        hidden = self._hidden[rows].float()
-        parts = [hidden @ weight.float().T for weight in torch.split(self._weight, _HEAD_CHUNK)]
-        logits = torch.cat(parts, -1)
-        return self._form.apply(logits if self._bias is None else logits + self._bias.float())
+        return self._form.apply(self._linear.float32(self._hidden[rows]))
 
 
 class ModelRunner:
@@ -100,11 +94,13 @@ class ModelRunner:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
         self.model = load_model(config, self.device, self.dtype)
-        probe = ModelProbe(self.model, config.model)  # before its weights are packed
+        probe = ModelProbe(self.model, config.model)  # before its layers compute in compiled code
         settings = self.model.config.get_text_config()
         self._decoder = Decoder.of(self.model, max_num_tokens=config.max_num_batched_tokens)
+        if self._decoder is None:
+            compile_linears(self.model.base_model)
         head = self.model.get_output_embeddings()
-        self.linear_head = linear_layer([head.weight], getattr(head, "bias", None))
+        self.linear_head = linear_layer([head.weight], [getattr(head, "bias", None)])
         self.vocab_size = int(head.weight.shape[0])
         self._form = HeadForm.of(settings)
         self.max_model_len = _max_model_len(config, settings)
@@ -132,7 +128,7 @@ class ModelRunner:
         """The batch of one forward over these chunks."""
         cache = self.cache
         return ForwardBatch.build(
-            chunks, block_size=cache.block_size, device=self.device, paged_context=cache.paged_context
+            chunks, block_size=cache.block_size, device=self.device, pages_chunks=cache.pages_chunks
         )
 
     @torch.inference_mode()
@@ -160,17 +156,6 @@ class ModelRunner:
         """[T, V] float32 logits of a chunk that is alone in its batch."""
         hidden = self.forward(self.lay_out([chunk]), [])
         return self.head(hidden).float32(torch.arange(chunk.num_tokens, device=self.device))
-
-    def restore_weights(self) -> None:
-        """Give every parameter of the model its values, also where they are kept for the CPU's kernels only."""
-        for linear in self.linears:
-            linear.restore()
-
-    def refresh(self) -> None:
-        """Follow a change of the model's weights; memory that `restore_weights` took is given up."""
-        for linear in self.linears:
-            linear.refresh()
-        _give_back_memory()
 
     def seconds(self) -> dict[str, float]:
         """`Decoder.seconds` of the latest forward."""

@@ -24,8 +24,6 @@ __all__ = ["NAME", "AttentionContext", "KVCache", "LayerCache", "attend", "regis
 NAME = "keepmask"
 """The name to give transformers as attn_implementation."""
 
-_PAGED_CONTEXT = 512
-
 _REFUSED = {"s_aux": "attention sinks", "position_bias": "position bias", "head_mask": "head masks"}
 
 
@@ -76,9 +74,9 @@ class KVCache:
         return cls(layers, block_size)
 
     @property
-    def paged_context(self) -> int:
-        """`ForwardBatch.build` for this cache: compiled kernels read a short context faster than it can be gathered."""
-        return _PAGED_CONTEXT if compiled_for(self.layers[0].keys, "auto") is not None else 0
+    def pages_chunks(self) -> bool:
+        """`ForwardBatch.build` for this cache: in compiled kernels, tokens of chunks get what single ones get."""
+        return compiled_for(self.layers[0].keys, "auto") is not None
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks in every layer."""

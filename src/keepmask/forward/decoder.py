@@ -15,7 +15,7 @@ from keepmask.forward import layer_ops
 from keepmask.forward.attention import AttentionContext
 from keepmask.forward.decoder_layer import Layer, Norm, is_usual, layer_of
 from keepmask.forward.layer_ops import fastest
-from keepmask.forward.linear import Linear, is_tiled
+from keepmask.forward.linear import Linear, is_compiled
 from keepmask.forward.paged_attention import compiled_for
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Decoder:
         first, parameter = layers[0], model.get_input_embeddings().weight
         widths = (parameter.shape[1], first.head_dim, first.gate.out_features)
         self._ops = fastest(parameter.device, parameter.dtype, *widths)
-        self._is_tiled = self._ops is not layer_ops and all(is_tiled(linear) for linear in self.linears)
+        self._is_compiled = self._ops is not layer_ops and all(is_compiled(linear) for linear in self.linears)
         self._program: DecoderProgram | None = None
         self._latest: DecoderProgram | None = None
 
@@ -44,7 +44,6 @@ class Decoder:
     def of(cls, model: PreTrainedModel, *, max_num_tokens: int) -> Decoder | None:
         """The decoder of a Llama, Mistral, Qwen2 or Qwen3 model; None for any other, or where a part is unusual.
 
-        The weights of its linear layers may be kept for the CPU's kernels only, see `linear_layer`.
         max_num_tokens: tokens of a forward that memory is held for.
         """
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
@@ -87,7 +86,7 @@ class Decoder:
     def _program_for(self, context: AttentionContext, num_tokens: int) -> DecoderProgram | None:
         """The compiled forward over this cache, where all tokens attend one by one and it has room for them."""
         cache = context.cache
-        if not self._is_tiled or context.batch.spans or compiled_for(cache.layers[0].keys, context.impl) is None:
+        if not self._is_compiled or context.batch.spans or compiled_for(cache.layers[0].keys, context.impl) is None:
             return None
         if self._program is None or self._program.cache is not cache:
             # Loads numba, which not every platform has.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from keepmask.forward.attention import AttentionContext, attend
@@ -72,10 +71,7 @@ def is_usual(module: Any) -> bool:
 
 
 def layer_of(settings: Any, module: Any) -> Layer:
-    """The parts of a layer of transformers that `is_usual`.
-
-    The weights of its linear layers may be kept for the CPU's kernels only, see `linear_layer`.
-    """
+    """The parts of a layer of transformers that `is_usual`."""
     attention, mlp = module.self_attn, module.mlp
     dim = attention.head_dim
     mistral = (
@@ -105,9 +101,4 @@ def layer_of(settings: Any, module: Any) -> Layer:
 
 def _linear(*linears: nn.Linear) -> Linear:
     """One linear layer with the outputs of all, one after the other."""
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat([bias.data for bias in biases]) if biases else None
-    if bias is not None:
-        for parameter, part in zip(biases, torch.split(bias, [len(each) for each in biases]), strict=True):
-            parameter.data = part  # so that changes of it are followed
-    return linear_layer([each.weight for each in linears], bias, sole=True)
+    return linear_layer([each.weight for each in linears], [each.bias for each in linears])

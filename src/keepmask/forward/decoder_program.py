@@ -1,4 +1,4 @@
-"""`DecoderProgram`: a whole forward of a decoder as one call of compiled code, on CPUs with matrix tiles.
+"""`DecoderProgram`: a whole forward of a decoder as one call of compiled code.
 
 Step by step it computes what the layers of `Decoder` compute one operation at a time, to the bit.
 """
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from keepmask.compiled.program import Program
 from keepmask.compiled.team import rows_an_item
-from keepmask.forward import layer_ops_cpu, linear_tiles, paged_attention_cpu
+from keepmask.forward import layer_ops_cpu, linear_compiled, paged_attention_cpu
 from keepmask.forward.attention import KVCache
 from keepmask.forward.decoder_layer import Layer, Norm
 from keepmask.forward.forward_batch import ForwardBatch
-from keepmask.forward.linear_tiles import TiledLinear, padded
+from keepmask.forward.linear import Linear, is_compiled
+from keepmask.forward.linear_compiled import CompiledLinear, padded
 
 __all__ = ["DecoderProgram"]
 
@@ -69,7 +70,11 @@ class DecoderProgram:
     def _add_attention(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         program, merged, dim = self.program, self._merged.data_ptr(), layer.head_dim
         self._add_tokens_of(layer.attention_norm)
-        _tiled(layer.query_key_value).add_to(program, tokens=self._tokens.data_ptr(), out=merged)
+        _compiled(layer.query_key_value).add_to(
+            program,
+            tokens=self._tokens.data_ptr(),
+            out=_compiled(layer.query_key_value).parts_of(merged, self._merged.element_size()),
+        )
         stride, at = self._merged.shape[1], merged
         for norm, heads in ((layer.query_norm, layer.num_heads), (layer.key_norm, layer.num_kv_heads)):
             if norm is not None:
@@ -89,13 +94,13 @@ class DecoderProgram:
             out=self._attended.data_ptr(),
         )
         self._add_layout(self._attended)
-        _tiled(layer.output).add_to(program, tokens=self._tokens.data_ptr(), out=self._x.data_ptr(), adds=True)
+        _compiled(layer.output).add_to(program, tokens=self._tokens.data_ptr(), out=[self._x.data_ptr()], ending="adds")
 
     def _add_mlp(self, layer: Layer) -> None:
         self._add_tokens_of(layer.mlp_norm)
         tokens, gated = self._tokens.data_ptr(), self._gated.data_ptr()
-        linear_tiles.add_gated(self.program, _tiled(layer.gate), _tiled(layer.up), tokens=tokens, out=gated)
-        _tiled(layer.down).add_to(self.program, tokens=gated, out=self._x.data_ptr(), adds=True)
+        linear_compiled.add_gated(self.program, _compiled(layer.gate), _compiled(layer.up), tokens=tokens, out=gated)
+        _compiled(layer.down).add_to(self.program, tokens=gated, out=[self._x.data_ptr()], ending="adds")
 
     def _add_tokens_of(self, norm: Norm) -> None:
         """The normed x, laid out for products."""
@@ -105,10 +110,10 @@ class DecoderProgram:
 
     def _add_layout(self, x: Tensor) -> None:
         row_bytes, tokens = x.stride(0) * x.element_size(), self._tokens.data_ptr()
-        linear_tiles.add_layout(self.program, x.shape[1], x=x.data_ptr(), x_stride=row_bytes, tokens=tokens)
+        linear_compiled.add_layout(self.program, x.shape[1], x.dtype, x=x.data_ptr(), x_stride=row_bytes, tokens=tokens)
 
 
-def _tiled(linear: object) -> TiledLinear:
-    if not isinstance(linear, TiledLinear):
-        raise TypeError(f"{type(linear).__name__}: a program takes linear layers on matrix tiles")
+def _compiled(linear: Linear) -> CompiledLinear:
+    if not is_compiled(linear):
+        raise TypeError(f"{type(linear).__name__}: a program takes compiled linear layers")
     return linear

@@ -102,15 +102,15 @@ class ForwardBatch(Generic[ChunkT]):
 
     @classmethod
     def build(
-        cls, chunks: Sequence[ChunkT], *, block_size: int, device: torch.device, paged_context: int = 0
+        cls, chunks: Sequence[ChunkT], *, block_size: int, device: torch.device, pages_chunks: bool = False
     ) -> ForwardBatch[ChunkT]:
         """Lay the chunks out.
 
-        paged_context: longest context of a chunk of several tokens that attend one by one, as single ones always do.
+        pages_chunks: whether tokens of chunks of several attend one by one too, as single ones always do.
         """
 
         def is_span(chunk: ChunkT) -> bool:
-            return chunk.num_rows > 1 and chunk.completion.num_computed + chunk.num_rows > paged_context
+            return chunk.num_rows > 1 and not pages_chunks
 
         ordered = sorted(chunks, key=is_span)
         counts = np.array([chunk.num_rows for chunk in ordered], np.int64)

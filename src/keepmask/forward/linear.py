@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from keepmask.forward.linear_compiled import CompiledLinear
 
-__all__ = ["Linear", "TorchLinear", "is_compiled", "linear_layer"]
+__all__ = ["Linear", "TorchLinear", "compile_linears", "is_compiled", "linear_layer", "whole_bias"]
 
 
 class Linear(Protocol):
@@ -24,11 +24,14 @@ class Linear(Protocol):
 
     in_features: int
     out_features: int
-    bias: Tensor | None
 
     @property
     def weight(self) -> Tensor:
         """[out, in]."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out] or None."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, out] from x [T, in]."""
@@ -40,13 +43,13 @@ class Linear(Protocol):
 class TorchLinear:
     """torch's own linear: the rows of the parameters [out_i, in], one after the other, are the weight.
 
-    bias: [out] or None. A product may depend, in its last bits, on how many rows are computed with it.
+    biases: of each parameter, [out_i] or None. A product may depend, in its last bits, on the rows computed with it.
     """
 
     _CHUNK = 16_384  # rows of the weight that are held in float32 at a time
 
-    def __init__(self, parameters: Sequence[Tensor], bias: Tensor | None) -> None:
-        self._parameters, self.bias = list(parameters), bias
+    def __init__(self, parameters: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._parameters, self._biases = list(parameters), list(biases)
         self.out_features = sum(len(parameter) for parameter in parameters)
         self.in_features = int(parameters[0].shape[1])
 
@@ -55,28 +58,62 @@ class TorchLinear:
         """[out, in]."""
         return self._parameters[0] if len(self._parameters) == 1 else torch.cat(self._parameters)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """[out] or None."""
+        return whole_bias(self._parameters, self._biases)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[T, out] from x [T, in]."""
-        if len(self._parameters) == 1:
-            return F.linear(x, self._parameters[0], self.bias)
-        product = torch.cat([F.linear(x, parameter) for parameter in self._parameters], -1)
-        return product if self.bias is None else product + self.bias
+        parts = [F.linear(x, *each) for each in zip(self._parameters, self._biases, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def float32(self, x: Tensor) -> Tensor:
         """[T, out] float32 from x [T, in]."""
         x = x.float()
         parts = [F.linear(x, part.float()) for each in self._parameters for part in torch.split(each, self._CHUNK)]
-        product = torch.cat(parts, -1)
-        return product if self.bias is None else product + self.bias.float()
+        product, bias = torch.cat(parts, -1), self.bias
+        return product if bias is None else product + bias.float()
 
 
-def linear_layer(parameters: Sequence[Tensor], bias: Tensor | None) -> Linear:
-    """The layer whose weight is the rows of these parameters, one after the other. They are read, never written."""
+def whole_bias(parameters: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """The biases of these parameters one after the other, zeros for those without one; None where none has any."""
+    if all(bias is None for bias in biases):
+        return None
+    parts = [
+        parameter.new_zeros(len(parameter)) if bias is None else bias
+        for parameter, bias in zip(parameters, biases, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def linear_layer(parameters: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
+    """The layer whose weight is the rows of these parameters [out_i, in], one after the other.
+
+    biases: of each parameter, [out_i] or None. All are read at each call, and never written.
+    """
     module = _compiled()
     if module is not None and all(module.supports(parameter) for parameter in parameters):
-        layer: Linear = module.CompiledLinear(parameters, bias)
+        layer: Linear = module.CompiledLinear(parameters, biases)
         return layer
-    return TorchLinear(parameters, bias)
+    return TorchLinear(parameters, biases)
+
+
+def compile_linears(model: nn.Module) -> None:
+    """Let the plain linear layers within a model compute in compiled code, where it takes their weights.
+
+    What other modules compute, such as experts merged into one parameter, stays torch's.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            layer = linear_layer([module.weight], [module.bias])
+            if is_compiled(layer):
+                module.forward = partial(_forward, layer)  # type: ignore[method-assign]
+
+
+def _forward(layer: Linear, x: Tensor) -> Tensor:
+    """[..., out] from x [..., in]."""
+    return layer(x.reshape(-1, layer.in_features)).view(*x.shape[:-1], layer.out_features)
 
 
 def is_compiled(layer: Linear) -> TypeGuard[CompiledLinear]:

@@ -24,6 +24,7 @@ from keepmask.compiled.program import Program
 from keepmask.compiled.team import Kernel
 from keepmask.compiled.tiles import TILE_BYTES
 from keepmask.compiled.vectors import LANES, Vectors, call, next_item, pointer, scratch, statement
+from keepmask.forward.linear import whole_bias
 from keepmask.forward.linear_sums import STEP, by_broadcast, by_tiles, by_transposing
 
 __all__ = ["CompiledLinear", "Place", "add_gated", "add_layout", "padded", "supports"]
@@ -43,8 +44,8 @@ _PART = {"tiles": 160, "avx512_bf16": 1024, "plain": 1024}
 tiles, the second one these of the tokens elsewhere."""
 
 _Ending = Literal["rows", "adds", "wide", "gated"]
-"""What becomes of sums: rounded and stored as [T, out]; added to what is there; stored as float32; silu(first) · second,
-rounded and laid out as tokens."""
+"""What becomes of sums: rounded and stored as [T, out]; added to what is there; stored as float32; or rounded, and
+silu(first) · second laid out as tokens."""
 
 
 def supports(weight: Tensor) -> bool:
@@ -61,16 +62,19 @@ def padded(num_tokens: int) -> int:
 class CompiledLinear:
     """x @ weight.T + bias for x [T, in]; the rows of the parameters [out_i, in], one after the other, are the weight.
 
-    bias: [out] or None. Nothing is written to the parameters, and changes of them in place are followed. using: the
-    instructions that products are made of. Raises ValueError for what `supports` does not admit.
+    biases: of each parameter, [out_i] or None. Nothing is written to them, and changes of them in place are followed.
+    using: the instructions that products are made of. Raises ValueError for what `supports` does not admit.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], bias: Tensor | None, *, using: Instructions | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], biases: Sequence[Tensor | None], *, using: Instructions | None = None
+    ) -> None:
         for parameter in parameters:
             if not supports(parameter):
                 shape = list(parameter.shape)
                 raise ValueError(f"weight {shape} {parameter.dtype}: compiled products cannot take it")
-        self.parameters, self.bias = list(parameters), bias
+        self.parameters = [parameter.detach() for parameter in parameters]
+        self._biases = [None if bias is None else bias.detach() for bias in biases]
         self.out_features = sum(parameter.shape[0] for parameter in parameters)
         self.in_features = int(parameters[0].shape[1])
         self.using = _fitting(using or instructions(), parameters)
@@ -80,6 +84,11 @@ class CompiledLinear:
     def weight(self) -> Tensor:
         """[out, in]."""
         return self.parameters[0] if len(self.parameters) == 1 else torch.cat(self.parameters)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out] or None."""
+        return whole_bias(self.parameters, self._biases)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, out] from x [T, in]."""
@@ -95,18 +104,13 @@ class CompiledLinear:
         out: for each parameter, the address of its part of [T, out]. ending: "rows" stores, "adds" adds the rounded
         product to what is there, "wide" stores float32.
         """
-        start = 0
         stride = self.out_features * (_UNIT_BYTES if ending == "wide" else self.parameters[0].element_size())
-        for parameter, place in zip(self.parameters, out, strict=True):
-            first, row_bytes = parameter.data_ptr(), parameter[0].nbytes
-            kernel = self._kernel(ending)
-            shape = ("T", row_bytes // _UNIT_BYTES, parameter.shape[0])
-            halves = (first, first + LANES * row_bytes)
-            biases = self._biases(start, start + LANES)
-            program.add(
-                "linear", kernel, *shape, tokens, *halves, place, stride, *biases, waits=parameter is self.parameters[-1]
-            )
-            start += parameter.shape[0]
+        for parameter, bias, place in zip(self.parameters, self._biases, out, strict=True):
+            kernel = _product_kernel(_name(parameter.dtype), self.using, ending, biased=bias is not None)
+            blocks = (parameter.data_ptr(), parameter[LANES:].data_ptr())
+            biases = (0, 0) if bias is None else (bias.data_ptr(), bias[LANES:].data_ptr())
+            last = parameter is self.parameters[-1]
+            program.add("linear", kernel, *_shape(parameter), tokens, *blocks, place, stride, *biases, waits=last)
 
     def parts_of(self, out: int, itemsize: int) -> list[int]:
         """For an address of [T, out] with items of this size, those of each parameter's part."""
@@ -132,13 +136,6 @@ class CompiledLinear:
         )
         return out
 
-    def _kernel(self, ending: _Ending) -> Kernel:
-        return _product_kernel(_name(self.parameters[0].dtype), self.using, ending, biased=self.bias is not None)
-
-    def _biases(self, *outputs: int) -> tuple[int, ...]:
-        """Addresses of the bias of these outputs; 0 without one."""
-        return tuple(0 if self.bias is None else self.bias[at:].data_ptr() for at in outputs)
-
 
 def add_gated(program: Program, gate: CompiledLinear, up: CompiledLinear, *, tokens: Place, out: Place) -> None:
     """Make silu(gate(x)) · up(x) of `T` laid-out tokens a step of a program, with the roundings of `silu_mul`.
@@ -147,11 +144,11 @@ def add_gated(program: Program, gate: CompiledLinear, up: CompiledLinear, *, tok
     is one that `supports` admits as inputs.
     """
     (first,), (second,) = gate.parameters, up.parameters
-    N, row_bytes = len(first), first[0].nbytes
-    shape = ("T", row_bytes // _UNIT_BYTES, N)
-    stride = N * first.element_size()
-    biases = gate._biases(0) + up._biases(0)
-    program.add("linear", gate._kernel("gated"), *shape, tokens, first.data_ptr(), second.data_ptr(), out, stride, *biases)
+    biases = [each.bias for each in (gate, up)]
+    kernel = _product_kernel(_name(first.dtype), gate.using, "gated", biased=biases[0] is not None)
+    blocks, stride = (first.data_ptr(), second.data_ptr()), len(first) * first.element_size()
+    places = (0 if bias is None else bias.data_ptr() for bias in biases)
+    program.add("linear", kernel, *_shape(first), tokens, *blocks, out, stride, *places)
 
 
 def add_layout(program: Program, width: int, dtype: torch.dtype, *, x: Place, x_stride: Place, tokens: Place) -> None:
@@ -168,6 +165,11 @@ def _fitting(using: Instructions, parameters: Sequence[Tensor]) -> Instructions:
         return "plain"
     whole = all(len(parameter) % _PANEL == 0 for parameter in parameters)
     return using if whole or using != "tiles" else "avx512_bf16"
+
+
+def _shape(parameter: Tensor) -> tuple[str, int, int]:
+    """What a kernel takes first: tokens, units of a row, rows."""
+    return "T", parameter[0].nbytes // _UNIT_BYTES, len(parameter)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -228,7 +230,7 @@ def _product_kernel(dtype: str, using: Instructions, ending: _Ending, *, biased:
         T, units, N, stride = a[1], a[2], a[3], a[8]
         num_tiles, panels = (T + LANES - 1) // LANES, (N + width - 1) // width
         row_bytes, tile_bytes = units * _UNIT_BYTES, units * LANES * _UNIT_BYTES
-        part = units if T <= few else part_units
+        part = units if few >= T else part_units
         sums = place()
         spare = sums + _CHUNK * 2 * TILE_BYTES
         work = carray(pointer(spare + _PANEL * _UNIT_BYTES), (_NUM_ARGUMENTS,), np.int64)
@@ -324,7 +326,7 @@ def _end(dtype: str, ending: _Ending, *, biased: bool) -> Any:
         v = Vectors(b, dtype)
         blocks = [_rows_of(v, args[0], args[3 + half], half, biased=biased) for half in range(2)]
         if ending == "gated":
-            _store_gated(v, *blocks, v.pointer(args[1], _F32))
+            _store_gated(v, blocks[0], blocks[1], v.pointer(args[1], _F32))
             return
         tokens = _in_pairs(v, *blocks) if dtype == "bfloat16" and ending != "wide" else _whole(v, *blocks)
         for token, values in enumerate(tokens):

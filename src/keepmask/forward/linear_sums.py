@@ -1,13 +1,13 @@
 """The inner loops of the compiled linear layers: sums of products of 32 rows of weights with tiles of 16 tokens.
 
-Weights are read as they lie, tokens as [tile, K, 16] with K in units of 4 bytes: a float32, or a pair of bfloat16. A sum
-takes these units one after the other, from the first to the last, whatever else is computed with it: every function
-here gives the same bits for the same token and row of weights.
+Weights are read as they lie, tokens as [tile, K, 16] with K in units of 4 bytes: a float32, or a pair of bfloat16. A
+sum takes these units one after the other, from the first to the last, whatever else is computed with it: on the same
+instructions, every function here gives the same bits for the same token and row of weights.
 
-All take (first, second, row_bytes, tokens, tile_bytes, count, sums, resumes, ahead, ahead2, fetch), int64: the addresses
-of the first and the last 16 rows of weights, bytes from row to row, the address of the tokens, bytes from tile to tile,
-units to take, where the sums are, [tile, 32, 16] float32, whether there are any already, what to have in the cache
-afterwards, as 16 rows of weights each, and how far to go there from line to line: 64 or, if there is nothing to fetch, 0.
+All take these int64: the addresses of the first and the last 16 rows of weights, bytes from row to row of them, the
+address of the tokens, bytes from tile to tile of them, units to take, where the sums are, [tile, 32, 16] float32, and
+whether there are any already; then what to have in the cache afterwards, as the addresses of twice 16 rows of weights,
+and how far to go there from line to line: 64 or, if there is nothing to fetch, 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def by_broadcast(dtype: str, num_tiles: int, *, native: bool) -> Emit:
             weights = b.add(b.select(is_first, first, second), b.mul(b.mul(within, _I64(num_rows)), row_bytes))
             here = b.add(sums, b.mul(part.index, _I64(num_rows * _LINE_BYTES)))
             places = [
-                [v.pointer(b.add(here, _I64(2 * tile * TILE_BYTES + row * _LINE_BYTES)), _F32) for row in range(num_rows)]
+                [
+                    v.pointer(b.add(here, _I64(2 * tile * TILE_BYTES + row * _LINE_BYTES)), _F32)
+                    for row in range(num_rows)
+                ]
                 for tile in range(num_tiles)
             ]
             _begin(v, places, totals, resumes)
@@ -108,7 +111,7 @@ def by_transposing(dtype: str, num_tokens: int, *, native: bool) -> Emit:
     def emit(b: Any, args: list[Any]) -> None:
         v = Vectors(b, dtype)
         first, second, row_bytes, tokens, _, count, sums, _, ahead, ahead2, fetch = args
-        halves = [(first, ahead, []), (second, ahead2, [])]
+        halves: list[tuple[Any, Any, list[Any]]] = [(first, ahead, []), (second, ahead2, [])]
         for _, _, totals in halves:
             totals += [cgutils.alloca_once(b, _VF) for _ in range(num_tokens)]
             for total in totals:
@@ -138,6 +141,7 @@ def by_transposing(dtype: str, num_tokens: int, *, native: bool) -> Emit:
 
 def by_tiles(num_tiles: int) -> Emit:
     """For 1 or 2 tiles of tokens in bfloat16, on the processor's own tiles: two of weights stay for all tokens."""
+
     def emit(b: Any, args: list[Any]) -> None:
         t = Tiles(b)
         first, second, row_bytes, tokens, tile_bytes, count, sums, resumes, ahead, ahead2, fetch = args

@@ -1,7 +1,8 @@
 """Decode attention on CPUs: each key and value is read once, by explicit vector code compiled at run time by numba.
 
-A block holds 16 tokens. Its keys are stored transposed, so that one vector holds one dimension of all 16 keys, and the
-scores of a query come out as one vector with no horizontal sums. The softmax is online (Milakov and Gimelshein 2018):
+Keys are stored transposed, so that one vector holds one dimension of 16 of them, and the scores of a query come out as
+one vector with no horizontal sums. A block of the cache is best 16 tokens; from blocks of other sizes, keys and values
+are gathered first, 16 at a time. The softmax is online (Milakov and Gimelshein 2018):
 keys and values of a block are read together, in one pass. The order of operations within a row depends on nothing but
 the row, so neither the batch nor the number of threads changes a bit of the result.
 """
@@ -14,25 +15,26 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from keepmask.compiled.program import Program
 from keepmask.compiled.team import Kernel, rows_an_item
 from keepmask.compiled.vectors import LANES, Vectors, next_item, pointer, scratch, statement
 
-__all__ = ["BLOCK_SIZE", "add_attention", "decode", "heads_an_item", "store", "supports"]
+__all__ = ["TOKENS", "add_attention", "decode", "heads_an_item", "store", "supports"]
 
-BLOCK_SIZE = LANES
-"""Tokens in a block: the lanes of one vector of float32."""
+TOKENS = LANES
+"""Tokens whose keys and values are taken at a time: the lanes of one vector of float32."""
 
 _AHEAD = 2  # blocks of a head that are being fetched while one is used
 _ITEMS_A_THREAD = 4
 _STATE_FLOATS = 4096  # of the heads of an item: a third of a core's first cache
 _MAX_ACCUMULATORS = 16  # vectors of output held in registers at once; AVX-512 has 32 registers
 
+_ITEMS = {2: np.uint16, 4: np.uint32}
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VI = ir.VectorType(_I32, BLOCK_SIZE)
+_VI = ir.VectorType(_I32, TOKENS)
 
 
 def supports(keys: Tensor) -> bool:
@@ -40,8 +42,7 @@ def supports(keys: Tensor) -> bool:
     return (
         keys.device.type == "cpu"
         and keys.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and keys.shape[3] == BLOCK_SIZE
-        and keys.shape[2] % BLOCK_SIZE == 0
+        and keys.shape[2] % TOKENS == 0
     )
 
 
@@ -50,7 +51,7 @@ def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, bl
     new_keys, new_values = _rows(new_keys), _rows(new_values)
     T, H, D = new_keys.shape
     tokens = rows_an_item(T)  # where there are many, those of a block are stored by one thread
-    _store_kernel(D, keys.element_size())(
+    _store_kernel(keys.shape[3], D, keys.element_size())(
         -(-T // tokens),
         T,
         tokens,
@@ -83,7 +84,7 @@ def decode(
     query = _rows(query)
     T, Hq, D = query.shape
     H = keys.shape[1]
-    kernel, most = _decode_kernel(D, Hq // H, _type_name(keys.dtype), softcap is not None)
+    kernel, most = _decode_kernel(keys.shape[3], D, Hq // H, _type_name(keys.dtype), softcap is not None)
     heads = _fitting_heads(H, most, T, torch.get_num_threads())
     kernel(
         T * (H // heads),
@@ -127,8 +128,9 @@ def add_attention(
     stride, cache = (num_heads + 2 * H) * D, (keys.data_ptr(), values.data_ptr())
     new_keys = merged + num_heads * D * itemsize
     new = (new_keys, new_keys + H * D * itemsize, stride, stride)
-    program.add("attention", _store_kernel(D, itemsize), "T", "rows", H, *cache, *new, "blocks", "offsets")
-    kernel, _ = _decode_kernel(D, num_heads // H, _type_name(keys.dtype), False)
+    block_size = keys.shape[3]
+    program.add("attention", _store_kernel(block_size, D, itemsize), "T", "rows", H, *cache, *new, "blocks", "offsets")
+    kernel, _ = _decode_kernel(block_size, D, num_heads // H, _type_name(keys.dtype), False)
     shape = ("T", H, "heads", "width", merged, stride)
     batch = ("tables", "chunks", "lens")
     program.add("attention", kernel, *shape, *cache, *batch, out, window or 0, _bits(scale), _bits(0.0))
@@ -137,7 +139,7 @@ def add_attention(
 def heads_an_item(keys: Tensor, num_heads: int, num_rows: int) -> int:
     """Heads of keys and values that a thread takes at a time: many, which lie together, if enough items are left."""
     H, D = keys.shape[1], keys.shape[2]
-    _, most = _decode_kernel(D, num_heads // H, _type_name(keys.dtype), False)
+    _, most = _decode_kernel(keys.shape[3], D, num_heads // H, _type_name(keys.dtype), False)
     return _fitting_heads(H, most, num_rows, torch.get_num_threads())
 
 
@@ -162,9 +164,9 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 @cache
-def _store_kernel(dim: int, itemsize: int) -> Kernel:
-    """The compiled `store` for rows of this width and item size."""
-    D, item = dim, {2: np.uint16, 4: np.uint32}[itemsize]
+def _store_kernel(block_size: int, dim: int, itemsize: int) -> Kernel:
+    """The compiled `store` for blocks and rows of this size and items of this many bytes."""
+    D, item = dim, _ITEMS[itemsize]
 
     @cfunc(types.void(types.voidptr), nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -179,9 +181,9 @@ def _store_kernel(dim: int, itemsize: int) -> Kernel:
             for t in range(start, min(start + tokens, T)):
                 offset = offsets[t]
                 for h in range(H):
-                    at = (blocks[t] * H + h) * D * BLOCK_SIZE * itemsize
-                    k = carray(pointer(a[4] + at), (D, BLOCK_SIZE), item)
-                    v = carray(pointer(a[5] + at), (BLOCK_SIZE, D), item)
+                    at = (blocks[t] * H + h) * D * block_size * itemsize
+                    k = carray(pointer(a[4] + at), (D, block_size), item)
+                    v = carray(pointer(a[5] + at), (block_size, D), item)
                     for d in range(D):
                         k[d, offset] = new_keys[t * a[8] + h * D + d]
                     for d in range(D):
@@ -191,30 +193,31 @@ def _store_kernel(dim: int, itemsize: int) -> Kernel:
 
 
 @cache
-def _decode_kernel(dim: int, groups: int, dtype: str, capped: bool) -> tuple[Kernel, int]:
+def _decode_kernel(block_size: int, dim: int, groups: int, dtype: str, capped: bool) -> tuple[Kernel, int]:
     """The compiled `decode`, and how many heads of keys and values an item of work may take.
 
     groups: query heads that read one head of keys and values.
     """
     D, G = dim, groups
-    part = max(g for g in range(1, G + 1) if G % g == 0 and (g == 1 or g * D <= _MAX_ACCUMULATORS * BLOCK_SIZE))
+    part = max(g for g in range(1, G + 1) if G % g == 0 and (g == 1 or g * D <= _MAX_ACCUMULATORS * TOKENS))
     parts, itemsize = G // part, 4 if dtype == "float32" else 2
     load_query, attend_block, finish = (
         _load_query(D, part, dtype),
         _attend_block(D, part, dtype, capped),
         _finish(D, part, dtype),
     )
-    block_bytes, part_bytes = D * BLOCK_SIZE * itemsize, part * D * itemsize
-    part_state = part * (2 * BLOCK_SIZE + 2 * D)  # running maximum, running sum, query, output
+    block_bytes, part_bytes = D * TOKENS * itemsize, part * D * itemsize
+    part_state = part * (2 * TOKENS + 2 * D)  # running maximum, running sum, query, output
     most = max(1, _STATE_FLOATS // (parts * part_state))
     item_state, state_bytes = scratch(most * parts * part_state), 4 * part_state
+    gathered, gather = scratch(2 * D * TOKENS), _gather(block_size, D, itemsize)
 
     @cfunc(types.void(types.voidptr), nopython=True)
     def kernel(data):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         a = carray(data, (16,), np.int64)
         T, H, heads, width, window = a[1], a[2], a[3], a[4], a[13]
         rows, lens = carray(pointer(a[10]), (T,), np.int32), carray(pointer(a[11]), (T,), np.int32)
-        state = item_state()
+        state, space = item_state(), gathered()
         items = T * (H // heads)
         item = next_item(data)
         while item < items:
@@ -226,31 +229,55 @@ def _decode_kernel(dim: int, groups: int, dtype: str, capped: bool) -> tuple[Ker
             table2 = carray(pointer(a[9] + rows[t2] * width * 4), (width,), np.int32)
             stop = np.int64(lens[t])
             start = max(0, stop - window) if window > 0 else 0
-            first, last = start // BLOCK_SIZE, (stop - 1) // BLOCK_SIZE
-            first2 = (max(0, lens[t2] - window) if window > 0 else 0) // BLOCK_SIZE
-            last2 = (np.int64(lens[t2]) - 1) // BLOCK_SIZE
+            first, last = start // TOKENS, (stop - 1) // TOKENS
+            first2 = (max(0, lens[t2] - window) if window > 0 else 0) // TOKENS
+            last2 = (np.int64(lens[t2]) - 1) // TOKENS
             query = a[5] + (t * a[6] + h0 * G * D) * itemsize
             for p in range(heads * parts):
                 load_query((state + p * state_bytes, query + p * part_bytes, a[14]))
             for b in range(first, last + 1):
-                low, high = max(start - b * BLOCK_SIZE, 0), min(stop - b * BLOCK_SIZE, BLOCK_SIZE)
+                low, high = max(start - b * TOKENS, 0), min(stop - b * TOKENS, TOKENS)
                 for h in range(heads):
-                    at = (table[b] * H + h0 + h) * block_bytes
-                    coming = h + _AHEAD
-                    b3, h3 = b + coming // heads, coming % heads
-                    if b3 <= last:
-                        ahead = (table[b3] * H + h0 + h3) * block_bytes
+                    if block_size == TOKENS:
+                        at = (table[b] * H + h0 + h) * block_bytes
+                        coming = h + _AHEAD
+                        b3, h3 = b + coming // heads, coming % heads
+                        if b3 <= last:
+                            ahead = (table[b3] * H + h0 + h3) * block_bytes
+                        else:
+                            ahead = (table2[min(first2 + b3 - last - 1, last2)] * H + h2 + h3) * block_bytes
+                        keys, values = a[7] + at, a[8] + at
                     else:
-                        ahead = (table2[min(first2 + b3 - last - 1, last2)] * H + h2 + h3) * block_bytes
+                        keys, values, ahead = space, space + block_bytes, 0
+                        gather(a[7], a[8], table, H, h0 + h, b * TOKENS, low, high, space)
                     for p in range(h * parts, (h + 1) * parts):
                         mine = state + p * state_bytes
-                        attend_block((mine, a[7] + at, a[8] + at, low, high, a[7] + ahead, a[8] + ahead, a[15]))
+                        attend_block((mine, keys, values, low, high, a[7] + ahead, a[8] + ahead, a[15]))
             out = a[12] + (t * H + h0) * G * D * itemsize
             for p in range(heads * parts):
                 finish((state + p * state_bytes, out + p * part_bytes))
             item = after
 
     return Kernel(kernel, 15), most
+
+
+def _gather(block_size: int, dim: int, itemsize: int) -> Any:
+    """A function for compiled code that copies keys and values of positions `start` + [low, high) to one place."""
+    D, item = dim, _ITEMS[itemsize]
+
+    @njit
+    def gather(keys, values, table, H, h, start, low, high, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        k, v = carray(pointer(out), (D, TOKENS), item), carray(pointer(out + D * TOKENS * itemsize), (TOKENS, D), item)
+        for lane in range(low, high):
+            block, offset = table[(start + lane) // block_size], (start + lane) % block_size
+            at = (block * H + h) * D * block_size * itemsize
+            key = carray(pointer(keys + at), (D, block_size), item)
+            value = carray(pointer(values + at), (block_size, D), item)
+            for d in range(D):
+                k[d, lane] = key[d, offset]
+                v[lane, d] = value[offset, d]
+
+    return gather
 
 
 # The state of the query heads of a part: [part, 16] running maximum in every lane, [part, 16] running sum by lane,
@@ -265,11 +292,11 @@ def _load_query(D: int, part: int, dtype: str) -> Any:
         state, query = v.pointer(args[0], _F32), v.pointer(args[1], v.item)
         scale = v.splat(b.bitcast(b.trunc(args[2], _I32), _F32))
         for g in range(part):
-            v.store(v.real(-3e38), state, g * BLOCK_SIZE)
-            v.store(v.real(0.0), state, (part + g) * BLOCK_SIZE)
-        for at in range(0, part * D, BLOCK_SIZE):
-            v.store(b.fmul(v.load_items(query, at), scale), state, part * 2 * BLOCK_SIZE + at)
-            v.store(v.real(0.0), state, part * (2 * BLOCK_SIZE + D) + at)
+            v.store(v.real(-3e38), state, g * TOKENS)
+            v.store(v.real(0.0), state, (part + g) * TOKENS)
+        for at in range(0, part * D, TOKENS):
+            v.store(b.fmul(v.load_items(query, at), scale), state, part * 2 * TOKENS + at)
+            v.store(v.real(0.0), state, part * (2 * TOKENS + D) + at)
 
     return statement(build)
 
@@ -280,7 +307,7 @@ def _attend_block(D: int, part: int, dtype: str, capped: bool) -> Any:
     def build(b: Any, args: list[Any]) -> None:
         v = Vectors(b, dtype)
         state, softcap = v.pointer(args[0], _F32), v.splat(b.bitcast(b.trunc(args[7], _I32), _F32))
-        lane = ir.Constant(_VI, list(range(BLOCK_SIZE)))
+        lane = ir.Constant(_VI, list(range(TOKENS)))
         low, high = (v.splat(b.trunc(arg, _I32)) for arg in args[3:5])
         valid = b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<", lane, high))
         scores = _scores(v, D, part, state, v.pointer(args[1], v.item), args[5])
@@ -296,11 +323,11 @@ def _scores(v: Vectors, D: int, part: int, state: Any, keys: Any, next_keys: Any
     """Products of each query of the part with the block's 16 keys."""
     halves = [[v.real(0.0), v.real(0.0)] for _ in range(part)]  # even and odd d: shorter chains of additions
     for d in range(D):
-        key = v.load_items(keys, d * BLOCK_SIZE)
-        if d < v.lines(D * BLOCK_SIZE):
+        key = v.load_items(keys, d * TOKENS)
+        if d < v.lines(D * TOKENS):
             v.prefetch(next_keys, d * 64)
         for g in range(part):
-            q = v.splat(v.b.load(v.at(state, part * 2 * BLOCK_SIZE + g * D + d)))
+            q = v.splat(v.b.load(v.at(state, part * 2 * TOKENS + g * D + d)))
             halves[g][d % 2] = v.fma(q, key, halves[g][d % 2])
     return [v.b.fadd(*pair) for pair in halves]
 
@@ -310,13 +337,13 @@ def _softmax(v: Vectors, part: int, state: Any, scores: list[Any], valid: Any) -
     b, weights, shrinks = v.b, [], []
     for g, score in enumerate(scores):
         score = b.select(valid, score, v.real(-3e38))
-        before = v.load(state, g * BLOCK_SIZE)
+        before = v.load(state, g * TOKENS)
         most = v.splat(v.highest(score))
         most = b.select(b.fcmp_ordered(">", most, before), most, before)
         shrink = v.exp(b.fsub(before, most))
         weight = b.select(valid, v.exp(b.fsub(score, most)), v.real(0.0))
-        v.store(most, state, g * BLOCK_SIZE)
-        v.store(v.fma(v.load(state, (part + g) * BLOCK_SIZE), shrink, weight), state, (part + g) * BLOCK_SIZE)
+        v.store(most, state, g * TOKENS)
+        v.store(v.fma(v.load(state, (part + g) * TOKENS), shrink, weight), state, (part + g) * TOKENS)
         weights.append(weight)
         shrinks.append(shrink)
     return weights, shrinks
@@ -334,23 +361,23 @@ def _add_values(
     next_values: Any,
 ) -> None:
     """Add the block's weighted values to the shrunk output so far."""
-    b, out_at, lines = v.b, part * (2 * BLOCK_SIZE + D), v.lines(D * BLOCK_SIZE)
+    b, out_at, lines = v.b, part * (2 * TOKENS + D), v.lines(D * TOKENS)
     outs = [
-        [b.fmul(v.load(state, out_at + g * D + at), shrink) for at in range(0, D, BLOCK_SIZE)]
+        [b.fmul(v.load(state, out_at + g * D + at), shrink) for at in range(0, D, TOKENS)]
         for g, shrink in enumerate(shrinks)
     ]
-    for j in range(BLOCK_SIZE):
+    for j in range(TOKENS):
         # Lanes that are not valid may hold what a freed block held, even NaN: their values count as 0.
         here = v.splat(b.extract_element(valid, ir.Constant(_I32, j)))
-        row = [b.select(here, v.load_items(values, j * D + at), v.real(0.0)) for at in range(0, D, BLOCK_SIZE)]
-        for line in range(j * lines // BLOCK_SIZE, (j + 1) * lines // BLOCK_SIZE):
+        row = [b.select(here, v.load_items(values, j * D + at), v.real(0.0)) for at in range(0, D, TOKENS)]
+        for line in range(j * lines // TOKENS, (j + 1) * lines // TOKENS):
             v.prefetch(next_values, line * 64)
         for g in range(part):
             weight = v.splat(b.extract_element(weights[g], ir.Constant(_I32, j)))
             outs[g] = [v.fma(weight, value, out) for value, out in zip(row, outs[g], strict=True)]
     for g in range(part):
         for at, out in enumerate(outs[g]):
-            v.store(out, state, out_at + g * D + at * BLOCK_SIZE)
+            v.store(out, state, out_at + g * D + at * TOKENS)
 
 
 def _finish(D: int, part: int, dtype: str) -> Any:
@@ -360,9 +387,9 @@ def _finish(D: int, part: int, dtype: str) -> Any:
         v = Vectors(b, dtype)
         state, target = v.pointer(args[0], _F32), v.pointer(args[1], v.item)
         for g in range(part):
-            total = v.sum(v.load(state, (part + g) * BLOCK_SIZE))
-            for at in range(0, D, BLOCK_SIZE):
-                out = b.fdiv(v.load(state, part * (2 * BLOCK_SIZE + D) + g * D + at), v.splat(total))
+            total = v.sum(v.load(state, (part + g) * TOKENS))
+            for at in range(0, D, TOKENS):
+                out = b.fdiv(v.load(state, part * (2 * TOKENS + D) + g * D + at), v.splat(total))
                 v.store_items(out, target, g * D + at)
 
     return statement(build)
