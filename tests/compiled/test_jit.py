@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from keepmask.compiled.jit import jit, sources
 
-VERIFIED = "<0.69,>=0.61"
+VERIFIED = "<0.69,>=0.62"
 """The versions of numba whose internals (`numba.core.cgutils`, `numba.extending.intrinsic`, dispatchers' overloads and
 the key of its cache) this package was tried with, first and last."""
 
