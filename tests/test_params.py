@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
+from keepmask.structured_outputs import StructuredOutputsParams
 
 # Every numeric field: its default, the values on its bounds, and values just outside them.
 RANGES = {
@@ -45,7 +46,9 @@ def refusal(**fields):
 
 
 def test_every_field_is_of_a_kind_these_tests_cover():
-    assert {*RANGES, *FLAGS, *LISTS, "logit_bias", "sampling_semantics"} == set(SamplingParams.model_fields)
+    assert {*RANGES, *FLAGS, *LISTS, "logit_bias", "sampling_semantics", "structured_outputs"} == set(
+        SamplingParams.model_fields
+    )
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -336,3 +339,12 @@ def test_a_model_around_params_hands_the_request_error_on():
     assert problem["loc"] == ("sampling_params",)
     assert isinstance(problem["ctx"]["error"], RequestError)
     assert problem["ctx"]["error"].param == "topp"
+
+
+def test_a_form_is_given_as_an_object_and_checked():
+    assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputsParams(regex="a")
+    assert SamplingParams(structured_outputs=None).structured_outputs is None
+    with pytest.raises(RequestError, match="structured_outputs: exactly one of"):
+        SamplingParams(structured_outputs={})
+    with pytest.raises(RequestError, match="structured_outputs: must be an object"):
+        SamplingParams(structured_outputs="a")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from keepmask.errors import RequestError
+from keepmask.structured_outputs import StructuredOutputsParams
 
 __all__ = ["GREEDY_TEMPERATURE", "SamplingParams", "SamplingSemantics"]
 
@@ -90,6 +91,8 @@ class SamplingParams(BaseModel):
     """Ban every other token id; None bans nothing."""
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_COUNT)
     """Most tokens between the engine's thinking start and end tokens; then the end tokens are forced. -1 for no end."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form the text must have: tokens that leave it are banned at every position, so they are in no support."""
     return_sampling_mask: bool | None = None
     """Return the support of every generated token; None follows the engine's setting."""
     return_sampling_mask_logprobs: bool = False
@@ -111,6 +114,11 @@ class SamplingParams(BaseModel):
     @classmethod
     def _minus_one_is_none(cls, value: object) -> object:
         return None if type(value) is int and value == -1 else value
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _form(cls, value: object) -> object:
+        return None if value is None else StructuredOutputsParams.of(value)
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod

@@ -33,7 +33,7 @@ def whole(tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer):
-    compiler = GrammarCompiler(tokenizer, vocab_size=V, timeout_s=20)
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, stop_token_ids=[tokenizer.eos_token_id], timeout_s=20)
     yield compiler
     compiler.close()
 

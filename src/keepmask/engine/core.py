@@ -23,6 +23,7 @@ from keepmask.engine.speculation import speculation_of
 from keepmask.engine.weights import WeightStage, checksums, randomize
 from keepmask.errors import RequestError
 from keepmask.forward.forward_batch import ForwardBatch
+from keepmask.grammars.grammar_compiler import GrammarCompiler, GrammarState
 from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
@@ -92,6 +93,11 @@ class Engine:
             speculation=self._speculation,
         )
         self._outputs = OutputBuilder(self.tokenizer)
+        self._grammars = (
+            None
+            if self.tokenizer is None
+            else GrammarCompiler(self.tokenizer, vocab_size=self.runner.vocab_size, stop_token_ids=self.eos_token_ids)
+        )
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._num_steps = 0
@@ -163,6 +169,7 @@ class Engine:
                 seed=request.seed,
                 completion_index=index,
                 bad_words_token_ids=bad_words,
+                grammar=self.open_form(params),
             )
             completion = Completion(request=request, index=index, row=row, text=self._outputs.open_text(request))
             if row.returns_mask:
@@ -212,6 +219,19 @@ class Engine:
             seed=params.seed or 0,
             sampling_params=params,
         )
+
+    def open_form(self, params: SamplingParams) -> GrammarState | None:
+        """Where a text begins in the form that the params ask for, compiled if it is not yet; from any thread.
+
+        Raises RequestError for a form that has no meaning, takes too much to compile, or no text has.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise RequestError(
+                "structured_outputs: need a tokenizer, and this engine has none", param="structured_outputs"
+            )
+        return self._grammars.open(params.structured_outputs)
 
     def output(self, request: Request) -> RequestOutput:
         """All there is of the request so far."""
@@ -349,6 +369,8 @@ class Engine:
             completion.finish("stop", request.stop_names.get(token_id, token_id))
         elif params.stop and completion.text and (found := completion.text.push([token_id])) is not None:
             completion.finish("stop", found)
+        elif completion.row.grammar is not None and completion.row.grammar.ended:
+            completion.finish("stop")
         elif len(completion.token_ids) == params.max_tokens:
             completion.finish("length")
         return completion.state is State.FINISHED

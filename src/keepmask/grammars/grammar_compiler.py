@@ -6,7 +6,9 @@ import json
 import selectors
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from importlib.util import find_spec
 from threading import Lock
 from time import monotonic
@@ -56,17 +58,25 @@ class GrammarState:
 class GrammarCompiler:
     """Compiles what requests ask for, in a process of its own, within `timeout_s` and `max_bytes`.
 
-    May be called from any thread. tokenizer: of transformers. Raises RequestError for what has no meaning, is too
+    May be called from any thread. tokenizer: of transformers. stop_token_ids: that may end a text; by default the
+    tokenizer's own. Raises RequestError for what has no meaning, is too
     large, or matches no text at all.
     """
 
     def __init__(
-        self, tokenizer: Any, *, vocab_size: int, timeout_s: float = 10.0, max_bytes: int = 64 * 2**20
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        stop_token_ids: Sequence[int] = (),
+        timeout_s: float = 10.0,
+        max_bytes: int = 64 * 2**20,
     ) -> None:
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
         self._tokenizer = tokenizer
+        self._stop_token_ids = list(stop_token_ids) or None
         self._info: Any = None
         self._worker: _Worker | None = None
         self._cache: OrderedDict[str, Any] = OrderedDict()
@@ -102,7 +112,9 @@ class GrammarCompiler:
         import xgrammar
 
         if self._info is None:
-            self._info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self.vocab_size)
+            self._info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self.vocab_size, stop_token_ids=self._stop_token_ids
+            )
         if self._worker is None:
             self._worker = _Worker(self._info.serialize_json(), self.max_bytes)
         try:
@@ -125,6 +137,7 @@ class _Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
+        self.close = weakref.finalize(self, _end, self._process)  # also when nobody holds it any more
         self.ask(tokenizer, _START_S)
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
@@ -140,12 +153,13 @@ class _Worker:
         answer: dict[str, Any] = json.loads(_line(stdout, monotonic() + timeout_s))
         return answer
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
 
 
 def _line(stream: IO[bytes], until: float) -> bytes:

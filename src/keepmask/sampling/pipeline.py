@@ -18,7 +18,7 @@ from keepmask.sampling.cuda.device_draw import DeviceDraw
 from keepmask.sampling.definition import draw_reference
 from keepmask.sampling.drawn import Drawn, PendingMask
 from keepmask.sampling.param_checks import check_params, check_token_ids
-from keepmask.sampling.row import SamplingRow
+from keepmask.sampling.row import Grammar, SamplingRow
 from keepmask.sampling.spec import SamplerSpec
 from keepmask.sampling.token_logprobs import BatchLogprobs
 
@@ -75,8 +75,12 @@ class Sampler:
         seed: int,
         completion_index: int,
         bad_words_token_ids: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> SamplingRow:
-        """Begin a completion. bad_words_token_ids: the params' bad words as the engine's tokenizer spells them.
+        """Begin a completion.
+
+        bad_words_token_ids: the params' bad words as the engine's tokenizer spells them. grammar: where the completion
+        begins in the form that the params ask for.
 
         Raises RequestError for ids outside the vocabulary.
         """
@@ -90,6 +94,7 @@ class Sampler:
             seed=seed,
             completion_index=completion_index,
             bad_words_token_ids=bad_words_token_ids,
+            grammar=grammar,
         )
 
     @torch.inference_mode()
@@ -125,7 +130,8 @@ class Sampler:
         for b in np.flatnonzero(drawn.token_ids < 0).tolist():
             message = (
                 f"no token is left to draw at output position {rows[b].num_output_tokens}: the bans leave nothing of "
-                "the vocabulary; relax allowed_token_ids, bad_words, min_tokens or the logits processors"
+                "the vocabulary; relax allowed_token_ids, structured_outputs, bad_words, min_tokens or "
+                "the logits processors"
             )
             drawn.errors.setdefault(b, RequestError(message))
         for b in drawn.outside().tolist():

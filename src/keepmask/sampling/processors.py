@@ -47,6 +47,7 @@ def changes_logits(row: SamplingRow, spec: SamplerSpec) -> bool:
         spec.banned_token_ids
         or row.bans_stop_tokens
         or row.params.allowed_token_ids is not None
+        or row.grammar is not None
         or row.bad_words is not None
         or changes_values(row, spec)
     )
@@ -72,7 +73,7 @@ def process(logits: Tensor, rows: Sequence[SamplingRow], spec: SamplerSpec) -> d
 
 
 def ban_token_ids(work: ProcessedRows) -> None:
-    """allowed_token_ids, min_tokens, and ids banned for the whole engine."""
+    """allowed_token_ids, structured outputs, min_tokens, and ids banned for the whole engine."""
     for m, row in enumerate(work.rows):
         allowed = row.params.allowed_token_ids
         if allowed is not None:
@@ -80,6 +81,9 @@ def ban_token_ids(work: ProcessedRows) -> None:
             values = work.logits[m, kept]
             work.logits[m] = NEVER
             work.logits[m, kept] = values
+        if row.grammar is not None:
+            banned = to_device(np.flatnonzero(~row.grammar.allowed()), work.logits.device)
+            work.logits[m, banned] = NEVER
     if work.spec.banned_token_ids:
         banned = to_device(np.asarray(work.spec.banned_token_ids, np.int64), work.logits.device)
         work.logits.index_fill_(1, banned, NEVER)

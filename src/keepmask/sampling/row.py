@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,24 @@ from keepmask.params import SamplingParams
 from keepmask.sampling.spec import SamplerSpec
 from keepmask.sampling.thinking import Thinking
 
-__all__ = ["SamplingRow", "TokenCounts"]
+__all__ = ["Grammar", "SamplingRow", "TokenCounts"]
+
+
+class Grammar(Protocol):
+    """Where one completion stands in the form that its text must have."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[V]: which ids may come next."""
+        ...
+
+    def append(self, token_id: int) -> None:
+        """Account for one more token."""
+        ...
 
 
 class SamplingRow:
@@ -27,6 +45,7 @@ class SamplingRow:
         "bad_words",
         "completion_index",
         "counts",
+        "grammar",
         "mask_bytes",
         "mask_bytes_pending",
         "max_mask_bytes",
@@ -49,6 +68,7 @@ class SamplingRow:
         seed: int,
         completion_index: int,
         bad_words_token_ids: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -71,6 +91,7 @@ class SamplingRow:
         self._tokens = np.empty(prompt.size + 64, np.int64)
         self._tokens[: prompt.size] = prompt
         self.counts = self._open_counts(prompt)
+        self.grammar = grammar
         self.bad_words = BadWords(bad_words_token_ids) if bad_words_token_ids else None
         budget = params.thinking_token_budget
         self.thinking = (
@@ -112,6 +133,8 @@ class SamplingRow:
             self.counts.add(token_id)
         if self.thinking is not None:
             self.thinking.append(token_id)
+        if self.grammar is not None:
+            self.grammar.append(token_id)
 
     def _open_counts(self, prompt: NDArray[np.int64]) -> TokenCounts | None:
         params = self.params
