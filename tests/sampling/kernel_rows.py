@@ -5,9 +5,8 @@ import pytest
 import torch
 
 import oracle
-from keepmask.sampling.cuda.compaction import Supports
-from keepmask.sampling.cuda.draw_table import COLUMNS, DrawTable
-from keepmask.sampling.row_records import PROFILES
+from keepmask.sampling.cuda.draw_records import words_of
+from keepmask.sampling.row_records import PROFILES, RECORD
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -29,10 +28,10 @@ def row(
     seed=0,
     position=0,
     completion=0,
-    num_top=-1,
+    num_logprobs=-1,
     weighs=False,
 ):
-    """The columns of one row, with what its filters mean for the selection of candidates."""
+    """The fields of one row, with what its filters mean for the selection of candidates."""
     ranks, cuts, floors = top_k < OFF, top_p < 1, min_p > 0
     log_min_p = np.log(min_p) if min_p else -np.inf
     needs_all = not (ranks or (floors and profile != "hf")) or profile.startswith("sglang")
@@ -50,7 +49,7 @@ def row(
         "weighs": weighs or (cuts and not greedy and needs_all),
         "select_k": select_k,
         "by_rank": by_rank,
-        "num_top": num_top,
+        "num_logprobs": num_logprobs,
         "temperature": np.float32(temperature),
         "top_p": top_p,
         "log_min_p": log_min_p,
@@ -59,34 +58,19 @@ def row(
     }
 
 
-def table(rows, *, source=None, slots=None, logprobs_slots=None):
-    """A DrawTable of such rows. By default row m reads logits m, and has slot m for its ids and its log-probs."""
-    M = len(rows)
-    columns = {name: np.asarray([columns[name] for columns in rows]) for name in rows[0]} if rows else {}
-    columns = {name: columns.get(name, np.zeros(M)) for name in COLUMNS}
-    own = np.arange(M)
-    for name, given in (("source", source), ("mask_slot", slots), ("logprobs_slot", logprobs_slots)):
-        columns[name] = own if given is None else np.asarray(given)
-    return DrawTable(torch.from_numpy(DrawTable.pack(columns)).to(DEVICE))
+def table(rows, *, source=None, with_logprobs=True):
+    """[M, fields] words of such rows. By default row m reads logits m, and returns its log-probs."""
+    records = np.zeros(len(rows), RECORD)
+    for m, fields in enumerate(rows):
+        for name, value in fields.items():
+            records[name][m] = value
+    records["source"] = np.arange(len(rows)) if source is None else source
+    records["returns_mask"], records["returns_mask_logprobs"] = 1, with_logprobs
+    return torch.from_numpy(words_of(records)).to(DEVICE)
 
 
 def on_device(array):
     return torch.as_tensor(np.asarray(array)).to(DEVICE)
-
-
-def room(num_rows, width, V):
-    """Supports filled with what no kernel writes."""
-    out = Supports.empty(num_rows, num_rows, width, V, DEVICE)
-    out.ids.fill_(-7)
-    out.logprobs.fill_(7)
-    out.bits.fill_(-7)
-    return out
-
-
-def bits_to_ids(words, V):
-    """Ids of one row of bits, read bit by bit."""
-    words = words.cpu().numpy().view(np.uint32)
-    return [i for i in range(V) if words[i // 32] >> np.uint32(i % 32) & np.uint32(1)]
 
 
 FILTERS = [

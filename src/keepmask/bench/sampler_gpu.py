@@ -27,11 +27,6 @@ from keepmask.bench.sampler import CASES, logits_like_a_model
 from keepmask.bench.timing import Row, arguments, quantiles, report
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
-from keepmask.sampling.cuda import candidates, compaction
-from keepmask.sampling.cuda.compaction import Supports
-from keepmask.sampling.cuda.draw_columns import draw_columns
-from keepmask.sampling.cuda.draw_table import DrawTable
-from keepmask.sampling.pending_mask import MAX_COMPACT_IDS
 from keepmask.sampling.row_records import MAX_CANDIDATES, RowRecords
 
 SHAPES = ((64, 151_936), (256, 151_936))
@@ -101,16 +96,26 @@ def sort_based(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
 
 def kernels_of(logits: torch.Tensor, rows: list, spec: SamplerSpec) -> Callable[[], None]:
     """What a step queues for these rows, without the copies and the log-prob entries."""
-    (B, V), everything = logits.shape, np.arange(len(rows))
-    columns = draw_columns(RowRecords(spec).of(rows), spec, everything, everything)
-    table = DrawTable(torch.from_numpy(DrawTable.pack(columns)).to(logits.device))
-    out = Supports.empty(B, 0, MAX_COMPACT_IDS, V, logits.device)
+    from keepmask.sampling.cuda import capture_triton, decide_triton, select_triton
+    from keepmask.sampling.cuda.draw_records import Candidates, words_of
+
+    words = torch.from_numpy(words_of(RowRecords(spec).of(rows))).to(logits.device)
+
+    def draw() -> Candidates:
+        found = select_triton.select(logits, words, capacity=MAX_CANDIDATES)
+        decide_triton.decide(found, words, spec.vocab_size)
+        decide_triton.decide_all(logits, found, words)
+        return found
+
+    counts, over_all = (draw().field(name) for name in ("count", "over_all"))
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    out = torch.empty(int(offsets[-1]), dtype=torch.int32, device=logits.device), logits.new_empty(0)
+    ways = set(over_all[counts > 0].tolist())
 
     def run() -> None:
-        found = candidates.select(logits, table, capacity=MAX_CANDIDATES, impl="triton")
-        draws, cut = candidates.decide(found, table, V, out, impl="triton")
-        candidates.decide_all(logits, found, table, draws, cut, out, impl="triton")
-        compaction.compact(logits, table, cut, draws.over_all, draws.counts, out, impl="triton")
+        found = draw()
+        for way in ways:
+            capture_triton.capture(logits, found, words, offsets, out, over_all=bool(way))
 
     return run
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from keepmask.errors import ConfigError, RequestError
 from keepmask.head.sampled_logits import Head
 from keepmask.params import SamplingParams
-from keepmask.sampling.cuda.device_draw import DeviceDraw
 from keepmask.sampling.definition import draw_reference
 from keepmask.sampling.drawn import Drawn, PendingMask
 from keepmask.sampling.param_checks import check_params, check_token_ids
@@ -26,6 +25,7 @@ __all__ = ["SampledBatch", "Sampler"]
 
 if TYPE_CHECKING:
     from keepmask.sampling.cpu.fast_draw import FastDraw
+    from keepmask.sampling.cuda.device_draw import DeviceDraw
 
 Implementation = Literal["auto", "reference", "fast", "triton"]
 
@@ -61,7 +61,8 @@ class Sampler:
         self.spec = spec
         self.impl = impl
         self._fast = _fast_draw(spec, impl)
-        self._on_device = _device_draw(spec, impl)
+        self._has_triton = _has_triton(impl)
+        self._on_device: DeviceDraw | None = None
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError naming field, rule and remedy, if a request with these params cannot be served."""
@@ -119,7 +120,11 @@ class Sampler:
         device = head.logits.device
         if self._fast is not None and device.type == "cpu":
             return self._fast(head, rows)
-        if self._on_device is not None and (device.type == "cuda" or self.impl == "triton"):
+        if self._has_triton and (device.type == "cuda" or self.impl == "triton"):
+            if self._on_device is None:
+                from keepmask.sampling.cuda.device_draw import DeviceDraw
+
+                self._on_device = DeviceDraw(self.spec)
             return self._on_device(head, rows)
         if self.impl == "fast":
             raise ConfigError(f"impl='fast': there is no fast sampler for device {device}; use impl='auto'")
@@ -174,11 +179,11 @@ def _fast_draw(spec: SamplerSpec, impl: Implementation) -> FastDraw | None:
     return FastDraw(spec)
 
 
-def _device_draw(spec: SamplerSpec, impl: Implementation) -> DeviceDraw | None:
+def _has_triton(impl: Implementation) -> bool:
+    """Whether CUDA devices have their form. Triton itself is loaded when it is first used."""
     if impl == "reference":
-        return None
-    if find_spec("triton") is None:
-        if impl == "triton":
-            raise ConfigError("impl='triton': needs Triton, which PyTorch's builds for CUDA bring; use impl='auto'")
-        return None
-    return DeviceDraw(spec)
+        return False
+    found = find_spec("triton") is not None
+    if impl == "triton" and not found:
+        raise ConfigError("impl='triton': needs Triton, which PyTorch's builds for CUDA bring; use impl='auto'")
+    return found

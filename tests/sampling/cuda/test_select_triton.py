@@ -1,12 +1,13 @@
-"""`candidates.select` in Triton finds every id that the definition finds, whatever the shape and the numbers."""
+"""`select` in Triton finds every id that the definition finds, whatever the shape and the numbers."""
 
+import cuda_oracles
 import numpy as np
 import pytest
 import torch
 from kernel_rows import DEVICE, FILTERS, interpreted, on_device, row, table
 
-from keepmask.sampling.cuda import candidates
-from keepmask.sampling.cuda.draw_table import EMPTY, NOT_FINITE, OK, TOO_MANY
+from keepmask.sampling.cuda import select_triton
+from keepmask.sampling.row_records import EMPTY, NOT_FINITE, OK, TOO_MANY
 
 pytestmark = interpreted
 
@@ -15,32 +16,31 @@ def select(logits, rows, *, capacity=512, **given):
     """Both forms, each with what it found for each row: ids, logits."""
     parameters = table(rows, **given)
     both = []
-    for impl in ("triton", "torch"):
-        found = candidates.select(logits, parameters, capacity=capacity, impl=impl)
-        lists = [
-            (found.ids[m, : found.counts[m]].tolist(), found.z[m, : found.counts[m]].tolist()) for m in range(len(rows))
-        ]
+    for form in (select_triton, cuda_oracles):
+        found = form.select(logits, parameters, capacity=capacity)
+        counts = found.field("num_candidates").tolist()
+        lists = [(found.ids[m, :n].tolist(), found.z[m, :n].tolist()) for m, n in enumerate(counts)]
         both.append((found, lists))
     return both
 
 
 def assert_holds(logits, rows, source, **given):
     (found, lists), (defined, needed) = select(logits, rows, source=source, **given)
-    assert found.status.tolist() == defined.status.tolist()
-    assert found.num_possible.tolist() == defined.num_possible.tolist()
+    assert found.field("status").tolist() == defined.field("status").tolist()
+    assert found.field("num_possible").tolist() == defined.field("num_possible").tolist()
     for m, columns in enumerate(rows):
         ids, z = lists[m]
         assert set(needed[m][0]) <= set(ids), columns
         assert ids == sorted(set(ids)), "ascending, no id twice"
         assert z == logits[source[m], ids].tolist(), "the logits of these ids"
-        if found.status[m] != OK:
+        if found.field("status")[m] != OK:
             continue
         s = (logits[source[m]].double() / float(columns["temperature"])).float().double()
         weights = torch.exp(s - s.max())
-        assert found.sums[0, m] == s.max()
-        torch.testing.assert_close(found.sums[2, m], weights[ids].sum(), rtol=1e-12, atol=0)
+        assert found.field("highest")[m] == s.max()
+        torch.testing.assert_close(found.field("weight")[m], weights[ids].sum(), rtol=1e-12, atol=0)
         if columns["weighs"]:
-            torch.testing.assert_close(found.sums[1, m], weights.sum(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(found.field("total")[m], weights.sum(), rtol=1e-12, atol=0)
     return lists
 
 
@@ -86,29 +86,29 @@ def test_rows_without_numbers_to_draw_from_say_so():
     logits[5, 5] = -3e38  # and this is a ban
     rows = [row(top_k=3), row(), row(top_p=0.5), row(min_p=0.1), row(temperature=0.5), row(temperature=0.5), row()]
     (found, _), (defined, _) = select(on_device(logits), rows)
-    assert found.status.tolist() == [NOT_FINITE, NOT_FINITE, NOT_FINITE, EMPTY, NOT_FINITE, OK, OK]
-    assert found.status.tolist() == defined.status.tolist()
-    assert found.counts[:5].tolist() == [0] * 5
-    assert found.num_possible[5:].tolist() == [129, 130]
+    assert found.field("status").tolist() == [NOT_FINITE, NOT_FINITE, NOT_FINITE, EMPTY, NOT_FINITE, OK, OK]
+    assert found.field("status").tolist() == defined.field("status").tolist()
+    assert found.field("num_candidates")[:5].tolist() == [0] * 5
+    assert found.field("num_possible")[5:].tolist() == [129, 130]
 
 
 def test_more_candidates_than_there_is_room_for_are_reported():
     logits = on_device(np.zeros((3, 100), np.float32))
     logits[1, :40] = 1
     (found, _), _ = select(logits, [row(top_k=2), row(top_k=2), row(top_p=0.7)], capacity=40)
-    assert found.status.tolist() == [TOO_MANY, OK, TOO_MANY]
-    assert found.counts.tolist() == [0, 40, 0]
+    assert found.field("status").tolist() == [TOO_MANY, OK, TOO_MANY]
+    assert found.field("num_candidates").tolist() == [0, 40, 0]
 
 
 def test_a_mass_cut_takes_more_until_it_is_reached():
     logits = on_device(np.random.default_rng(0).normal(0, 0.5, (2, 3000)).astype(np.float32))
     (found, lists), _ = select(logits, [row(top_p=0.05), row(top_p=0.5)], capacity=4096)
-    assert found.status.tolist() == [OK, OK]
+    assert found.field("status").tolist() == [OK, OK]
     for (ids, _), share in zip(lists, (0.05, 0.5), strict=True):
         assert 32 < len(ids) < 3000
         assert torch.softmax(logits.double(), -1)[0 if share == 0.05 else 1, ids].sum() >= share
 
 
 def test_no_rows_are_no_trouble():
-    found = candidates.select(torch.zeros((0, 9), device=DEVICE), table([]), capacity=4, impl="triton")
-    assert found.status.numel() == 0
+    found = select_triton.select(torch.zeros((0, 9), device=DEVICE), table([]), capacity=4)
+    assert found.field("status").numel() == 0

@@ -15,22 +15,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
 from keepmask.forward.paged_attention_triton import attend
-from keepmask.sampling.cuda.candidates_triton import decide_rows
-from keepmask.sampling.cuda.compaction_triton import compact_rows
+from keepmask.sampling.cuda.capture_triton import capture_rows
+from keepmask.sampling.cuda.decide_triton import decide_rows
 from keepmask.sampling.cuda.entries_triton import best_rows, ranks_in_tiles
 from keepmask.sampling.cuda.select_triton import collect, scan
 
-FLOAT64 = {"floats_ptr", "sums_ptr", "weight_ptr", "highest_ptr", "log_weight_ptr"}
-INT64 = {"ints_ptr", "token_ptr"}
-FLOAT32 = {"logits_ptr", "z_ptr", "score_ptr", "bound_ptr", "support_logprobs_ptr", "token_s_ptr", "token_logprob_ptr"}
-FLOAT32 |= {"top_s_ptr", "top_logprobs_ptr"}
+POINTERS = {
+    "records_ptr": "*i64", "draws_ptr": "*i64", "tiles_ptr": "*i64", "offsets_ptr": "*i64", "token_ptr": "*i64",
+    "logits_ptr": "*fp32", "z_ptr": "*fp32",
+}
+TUPLES = {
+    ("collect", "source"): ("*fp32", "i32", "i32"),
+    ("collect", "groups"): ("*i32", "i32", "*i32"),
+    ("collect", "tiles"): ("*i64", "i32"),
+    ("collect", "out"): ("*fp32", "*i32", "i32"),
+    ("capture_rows", "out"): ("*i32", "*fp32"),
+    ("best_rows", "out"): ("*i32", "*i32", "*fp32", "*fp32"),
+}
 
 
 def type_of(name):
-    for names, type_name in ((FLOAT64, "*fp64"), (INT64, "*i64"), (FLOAT32, "*fp32")):
-        if name in names:
-            return type_name
-    return "*i32" if name.endswith("_ptr") else "i32"
+    return POINTERS.get(name) or ("*i32" if name.endswith("_ptr") else "i32")
 
 
 for kernel, constants, num_warps in (
@@ -38,12 +43,17 @@ for kernel, constants, num_warps in (
     (collect, {"TILES": 64, "GROUP": 64, "GROUPS": 4096, "TILE": 1024}, 8),
     (decide_rows, {"ALL": False, "TILE": 512}, 4),
     (decide_rows, {"ALL": True, "TILE": 4096}, 16),
-    (compact_rows, {"TILE": 4096}, 8),
+    (capture_rows, {"ALL": False, "TILE": 512}, 4),
+    (capture_rows, {"ALL": True, "TILE": 4096}, 8),
     (best_rows, {"ALL": False, "TILE": 512}, 4),
     (best_rows, {"ALL": True, "TILE": 4096}, 16),
     (ranks_in_tiles, {"TILE": 4096}, 8),
 ):
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    assert len(kernel.arg_names) <= 10
+    signature = {
+        name: "constexpr" if name in constants else TUPLES.get((kernel.__name__, name)) or type_of(name)
+        for name in kernel.arg_names
+    }
     source = ASTSource(kernel, signature, constexprs=constants)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
@@ -64,6 +74,6 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == 10
     assert all(line[1:] == ["True", "False"] for line in lines[:-1]), lines
     assert lines[-1][:2] == ["attend", "True"]

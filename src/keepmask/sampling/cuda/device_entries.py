@@ -10,16 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepmask.config import LogprobsMode
-from keepmask.sampling.cuda import candidates, draw_table
-from keepmask.sampling.cuda.compaction import Cut
-from keepmask.sampling.cuda.draw_table import Candidates, Draws, DrawTable, Impl
+from keepmask.sampling.cuda import entries_triton, select_triton
+from keepmask.sampling.cuda.draw_records import Candidates, column, words_of
+from keepmask.sampling.row_records import OK, Ints, Records
 from keepmask.sampling.token_logprobs import BatchLogprobs
 from keepmask.sampling.transfer import to_device
 
 __all__ = ["DeviceEntries", "entries_of_supports", "entries_over_all"]
-
-Columns = dict[str, NDArray[Any]]
-Ints = NDArray[np.int64]
 
 
 class DeviceEntries(NamedTuple):
@@ -32,7 +29,7 @@ class DeviceEntries(NamedTuple):
 
     def unknown(self, arrays: list[NDArray[Any]], token_ids: Ints) -> Ints:
         """Rows of the batch that have a token, but whose entries could not be made. Arguments as for `put`."""
-        unknown: Ints = self.items[(token_ids[self.items] >= 0) & (arrays[0] != draw_table.OK)]
+        unknown: Ints = self.items[(token_ids[self.items] >= 0) & (arrays[0] != OK)]
         return unknown
 
     def put(self, target: BatchLogprobs, token_ids: Ints, arrays: list[NDArray[Any]], mode: LogprobsMode) -> None:
@@ -40,7 +37,7 @@ class DeviceEntries(NamedTuple):
 
         token_ids: [B], -1 for none. arrays: what `tensors` became on the host.
         """
-        chosen = (token_ids[self.items] >= 0) & (arrays[0] == draw_table.OK)
+        chosen = (token_ids[self.items] >= 0) & (arrays[0] == OK)
         _, s, logprobs, ranks, num_top, top_ids, top_s, top_logprobs = (array[chosen] for array in arrays)
         items, logits = self.items[chosen], mode.endswith("logits")
         values, top_values = (s, top_s) if logits else (logprobs, top_logprobs)
@@ -48,48 +45,35 @@ class DeviceEntries(NamedTuple):
 
 
 def entries_of_supports(
-    items: Ints,
-    m: Ints,
-    logits: Tensor,
-    columns: Columns,
-    table: DrawTable,
-    found: Candidates,
-    draws: Draws,
-    cut: Cut,
-    *,
-    impl: Impl,
+    items: Ints, m: Ints, logits: Tensor, records: Records, words: Tensor, found: Candidates
 ) -> DeviceEntries:
-    """Entries of rows m [N] of a table, which are rows `items` of the batch and have their supports cut out."""
-    max_top = max(0, int(columns["num_top"][m].max()))
-    drawn = (found.status == draw_table.OK) & (table["whole"] == 0)
-    wanted = (drawn & (draws.over_all == 0)).int()
-    best = candidates.best(found.z, found.ids, found.counts, table, cut, wanted, max_top=max_top, impl=impl)
-    wanted = (drawn & (draws.over_all != 0)).int()
-    over_all = candidates.best(logits, None, None, table, cut, wanted, max_top=max_top, impl=impl)
-    # Each wrote the rows it was to; the others are 0.
-    tensors = [found.status, draws.token_s, draws.token_logprobs, draws.ranks]
-    tensors += [a + b for a, b in zip(best, over_all, strict=True)]
+    """Entries of rows m [N] of the records, which are rows `items` of the batch and have their supports cut out."""
+    max_top = max(0, int(records["num_logprobs"][m].max()))
+    top = entries_triton.best(logits, found, words, max_top=max_top)
+    own = [found.field(name) for name in ("status", "token_s", "token_logprob", "rank")]
     index = to_device(m, logits.device)
-    return DeviceEntries(items, [tensor.index_select(0, index) for tensor in tensors])
+    return DeviceEntries(items, [tensor.index_select(0, index) for tensor in (*own, *top)])
 
 
 def entries_over_all(
-    items: Ints, logits: Tensor, columns: Columns, token_ids: Tensor, *, capacity: int, impl: Impl
+    items: Ints, logits: Tensor, records: Records, token_ids: Tensor, *, capacity: int
 ) -> DeviceEntries:
     """Entries over the whole vocabulary of rows `items` [N] of the batch.
 
-    columns: of N rows, of which source, temperature and num_top matter. token_ids: [N].
+    records: [N], of which source, temperature and num_logprobs matter. token_ids: [N].
     """
-    N = items.size
-    changes = {"whole": np.zeros(N), "weighs": np.ones(N), "select_top_p": np.ones(N)}
-    changes |= {"select_k": np.clip(columns["num_top"], 1, logits.shape[1]), "select_log_min_p": np.full(N, -np.inf)}
-    table = DrawTable(to_device(DrawTable.pack(columns | changes), logits.device))
-    found = candidates.select(logits, table, capacity=capacity, impl=impl)
-    nothing = torch.zeros_like(found.status)
-    cut = Cut((nothing - torch.inf).float(), nothing + 1, nothing, found.sums[0], found.sums[1].log())
-    max_top = max(0, int(columns["num_top"].max()))
-    best = candidates.best(found.z, found.ids, found.counts, table, cut, nothing + 1, max_top=max_top, impl=impl)
-    ranks = candidates.ranks(logits, table, token_ids, impl=impl)
-    s = logits[table["source"], token_ids.clamp_min(0)] / table["temperature"].float()
-    logprobs = (s.double() - cut.highest - cut.log_weight).float()
-    return DeviceEntries(items, [found.status, s, logprobs, ranks, *best])
+    records = records.copy()
+    records["whole"], records["weighs"], records["select_top_p"], records["select_log_min_p"] = 0, 1, 1, -np.inf
+    records["select_k"] = np.clip(records["num_logprobs"], 1, logits.shape[1])
+    words = to_device(words_of(records), logits.device)
+    found = select_triton.select(logits, words, capacity=capacity)
+    log_weight = found.field("total").log()
+    found.field("bound").fill_(-torch.inf)
+    found.field("first").fill_(1)
+    found.field("last").fill_(0)
+    found.field("log_weight").copy_(log_weight)
+    top = entries_triton.best(logits, found, words, max_top=max(0, int(records["num_logprobs"].max())))
+    ranks = entries_triton.ranks(logits, words, token_ids)
+    s = logits[column(words, "source"), token_ids.clamp_min(0)] / column(words, "temperature").float()
+    logprobs = s.double() - found.field("highest") - log_weight
+    return DeviceEntries(items, [found.field("status"), s, logprobs, ranks, *top])

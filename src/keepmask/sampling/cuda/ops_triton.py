@@ -12,25 +12,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepmask.sampling.cuda.draw_table import COLUMNS
+from keepmask.sampling.cuda.draw_records import DRAW
+from keepmask.sampling.row_records import RECORD
 
 __all__ = [
     "ABOVE_ALL",
     "BELOW_ALL",
+    "DRAW_WORDS",
     "INFINITY_KEY",
     "MINUS_INFINITY_KEY",
+    "RECORD_WORDS",
     "adjacent_columns",
-    "column",
+    "draw_field",
+    "entries",
+    "field",
     "gumbel",
     "interpreted",
     "jit",
+    "kept",
+    "launch_tile",
     "least_key_from",
     "near_noise",
     "noise_of",
     "order_key",
+    "real",
     "scaled",
     "score_bounds",
     "value_of_key",
+    "word",
 ]
 
 INFINITY_KEY = tl.constexpr(0x7F800000)
@@ -58,12 +67,35 @@ def adjacent_columns(array: Tensor) -> bool:
     return array.shape[1] <= 1 or array.stride(1) == 1
 
 
-def column(name: str) -> Any:
-    """The number of a column of `DrawTable`, for use in kernels."""
-    return tl.constexpr(COLUMNS.index(name))
+def field(name: str) -> Any:
+    """The place of a field in the words of `RECORD`, for use in kernels."""
+    return tl.constexpr((RECORD.names or ()).index(name))
 
 
-POSITION, COMPLETION, SEED = column("position"), column("completion"), column("seed")
+def draw_field(name: str) -> Any:
+    """The place of a field in the words of `DRAW`, for use in kernels."""
+    return tl.constexpr((DRAW.names or ()).index(name))
+
+
+def launch_tile(V: int) -> int:
+    """How many of V logits a program looks at together."""
+    return min(4096, max(64, int(triton.next_power_of_2(V))))
+
+
+RECORD_WORDS, DRAW_WORDS = tl.constexpr(RECORD.itemsize // 8), tl.constexpr(DRAW.itemsize // 8)
+POSITION, COMPLETION, SEED = field("position"), field("completion"), field("seed")
+
+
+@jit
+def real(bits: tl.tensor) -> tl.tensor:
+    """The float64 in a word."""
+    return bits.to(tl.float64, bitcast=True)
+
+
+@jit
+def word(value: tl.tensor) -> tl.tensor:
+    """The word that holds a number, as float64."""
+    return value.to(tl.float64).to(tl.int64, bitcast=True)
 
 
 @jit
@@ -105,10 +137,9 @@ def noise_words(ids: tl.tensor, noise: tl.tuple) -> tl.tuple:
 
 
 @jit
-def noise_of(ints_ptr: tl.tensor, M: tl.tensor, m: tl.tensor) -> tl.tuple:
-    """What keys the noise of row m: position, completion and seed, from the table."""
-    position, completion = tl.load(ints_ptr + POSITION * M + m), tl.load(ints_ptr + COMPLETION * M + m)
-    return position, completion, tl.load(ints_ptr + SEED * M + m)
+def noise_of(params_ptr: tl.tensor) -> tl.tuple:
+    """What keys the noise of a row: position, completion and seed of its record."""
+    return tl.load(params_ptr + POSITION), tl.load(params_ptr + COMPLETION), tl.load(params_ptr + SEED)
 
 
 @jit
@@ -139,3 +170,26 @@ def score_bounds(s: tl.tensor, ids: tl.tensor, noise: tl.tuple) -> tl.tuple:
     spread = 1e-3 + tl.abs(s) * 2.0**-20
     possible = s > float("-inf")
     return tl.where(possible, s + g - spread, s), tl.where(possible, s + g + spread, s)
+
+
+@jit
+def entries(row: tl.tuple, start: tl.tensor, ALL: tl.constexpr, TILE: tl.constexpr) -> tl.tuple:
+    """s = z / temperature, its keys and ids, of TILE of the row's entries; behind the last, entries of -inf.
+
+    row: where its logits start, where its ids start, how many entries it has, and its temperature. Entries are
+    candidates with their ids or, with ALL, the V logits of the vocabulary, whose columns are the ids.
+    """
+    z_ptr, ids_ptr, n, temperature = row
+    at = start + tl.arange(0, TILE)
+    s = scaled(tl.load(z_ptr + at, mask=at < n, other=float("-inf")), temperature)
+    ids = at
+    if not ALL:
+        ids = tl.load(ids_ptr + at, mask=at < n, other=0)
+    return s, order_key(s), ids
+
+
+@jit
+def kept(key: tl.tensor, ids: tl.tensor, cut: tl.tuple) -> tl.tensor:
+    """Whether entries are numbers above the cut's key, or at it with an id in [first, last]. cut: these three."""
+    bound, first, last = cut
+    return ((key > bound) & (key < INFINITY_KEY)) | ((key == bound) & (ids >= first) & (ids <= last))

@@ -1,4 +1,4 @@
-"""Triton form of `candidates.select`: one pass over the logits, then one over its maxima and the groups they point to.
+"""`select`: the ids that a row's filters may keep. One pass over the logits, then one over its maxima.
 
 `scan` reads every logit once, one program a tile of a row, and leaves the maxima of up to 4096 groups of ids.
 `collect`, one program a row, finds a bound among the maxima and gathers the ids that reach it. Ids come out ascending.
@@ -6,29 +6,34 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepmask.sampling.cuda import draw_table
-from keepmask.sampling.cuda.draw_table import Candidates, DrawTable
+from keepmask.sampling import row_records
+from keepmask.sampling.cuda import draw_records
+from keepmask.sampling.cuda.draw_records import Candidates
 from keepmask.sampling.cuda.ops_triton import (
     ABOVE_ALL,
     BELOW_ALL,
+    DRAW_WORDS,
     INFINITY_KEY,
     MINUS_INFINITY_KEY,
+    RECORD_WORDS,
     adjacent_columns,
-    column,
+    draw_field,
+    field,
     jit,
+    launch_tile,
     least_key_from,
     noise_of,
     order_key,
+    real,
     scaled,
     score_bounds,
     value_of_key,
+    word,
 )
 
 __all__ = ["select"]
@@ -37,60 +42,60 @@ FIRST_GROUPS = tl.constexpr(32)
 """Groups whose maxima bound the first try of a mass cut; each further try takes twice as many."""
 STEP, RELATIVE_STEP = tl.constexpr(0.5), tl.constexpr(2.0**-12)
 """Where that takes most groups, how far further tries lower the bound, in nats and by its own size."""
-REACHED = tl.constexpr(draw_table.REACHED)
-MIN_GROUP, MAX_GROUPS = 4, 4096
-MIN_TILE, MAX_TILE, COLLECTED_AT_ONCE = 64, 4096, 1024
+REACHED = tl.constexpr(draw_records.REACHED)
+MIN_GROUP, MAX_GROUPS, COLLECTED_AT_ONCE = 4, 4096, 1024
 
-SOURCE, TEMPERATURE, WHOLE, WEIGHS = (column(name) for name in ("source", "temperature", "whole", "weighs"))
-SELECT_K, SELECT_LOG_MIN_P, SELECT_TOP_P = (column("select_" + name) for name in ("k", "log_min_p", "top_p"))
+SOURCE, TEMPERATURE, WHOLE, WEIGHS = (field(name) for name in ("source", "temperature", "whole", "weighs"))
+SELECT_K, SELECT_LOG_MIN_P, SELECT_TOP_P = (field("select_" + name) for name in ("k", "log_min_p", "top_p"))
 OK, NOT_FINITE, EMPTY, TOO_MANY = (
-    tl.constexpr(code) for code in (draw_table.OK, draw_table.NOT_FINITE, draw_table.EMPTY, draw_table.TOO_MANY)
+    tl.constexpr(code) for code in (row_records.OK, row_records.NOT_FINITE, row_records.EMPTY, row_records.TOO_MANY)
 )
+STATUS, NUM_CANDIDATES, NUM_POSSIBLE = (draw_field(name) for name in ("status", "num_candidates", "num_possible"))
+HIGHEST, TOTAL, WEIGHT = (draw_field(name) for name in ("highest", "total", "weight"))
+
+TOP, LOW, POSSIBLE, TILE_WEIGHT, SCORE, TILE_FIELDS = (tl.constexpr(place) for place in range(6))
+"""What `scan` leaves of each tile, in words: its highest and lowest key; how many logits are above -inf; the sum of
+exp(s - the tile's highest), where the row weighs; the highest lower score, in whole rows."""
 
 
 @jit
 def scan(
     logits_ptr: tl.tensor,  # [R, V] float32
     stride: tl.tensor,
-    ints_ptr: tl.tensor,  # [columns, M] int64, the table
-    floats_ptr: tl.tensor,  # the same bits as float64
-    M: tl.tensor,
     V: tl.tensor,
+    records_ptr: tl.tensor,  # [M, fields] int64, of `RECORD`
     num_groups: tl.tensor,
     num_tiles: tl.tensor,
     reach_ptr: tl.tensor,  # [M, num_groups] int32, out: highest keys, or upper scores in whole rows
-    top_ptr: tl.tensor,  # [M, num_tiles] int32, out: highest key of the tile
-    low_ptr: tl.tensor,  # [M, num_tiles] int32, out: lowest key
-    possible_ptr: tl.tensor,  # [M, num_tiles] int32, out: how many logits are above -inf
-    weight_ptr: tl.tensor,  # [M, num_tiles] float64, out: sum of exp(s - the tile's highest), where the row weighs
-    score_ptr: tl.tensor,  # [M, num_tiles] float32, out: highest lower score, in whole rows
+    tiles_ptr: tl.tensor,  # [M, TILE_FIELDS, num_tiles] int64, out
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Maxima and sums of one tile of one row."""
     tile, m = tl.program_id(0), tl.program_id(1)
-    source = tl.load(ints_ptr + SOURCE * M + m)
-    temperature = tl.load(floats_ptr + TEMPERATURE * M + m).to(tl.float32)
+    params_ptr = records_ptr + m * RECORD_WORDS
+    temperature = real(tl.load(params_ptr + TEMPERATURE)).to(tl.float32)
     group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    z = tl.load(logits_ptr + source * stride + ids, mask=ids < V, other=float("-inf"))
+    z = tl.load(logits_ptr + tl.load(params_ptr + SOURCE) * stride + ids, mask=ids < V, other=float("-inf"))
     s = scaled(z, temperature)
     key = order_key(s)
     top = tl.max(tl.max(key, 1), 0)
-    out = m * num_tiles + tile
-    tl.store(top_ptr + out, top)
-    tl.store(low_ptr + out, tl.min(tl.min(tl.where(ids < V, key, ABOVE_ALL), 1), 0))
-    tl.store(possible_ptr + out, tl.sum(tl.sum((key > MINUS_INFINITY_KEY).to(tl.int32), 1), 0))
+    out = tiles_ptr + m * TILE_FIELDS * num_tiles + tile
+    tl.store(out + TOP * num_tiles, top.to(tl.int64))
+    tl.store(out + LOW * num_tiles, tl.min(tl.min(tl.where(ids < V, key, ABOVE_ALL), 1), 0).to(tl.int64))
+    possible = tl.sum(tl.sum((key > MINUS_INFINITY_KEY).to(tl.int32), 1), 0)
+    tl.store(out + POSSIBLE * num_tiles, possible.to(tl.int64))
     reach = key
-    if tl.load(ints_ptr + WHOLE * M + m) != 0:
-        below, above = score_bounds(s, ids, noise_of(ints_ptr, M, m))
+    if tl.load(params_ptr + WHOLE) != 0:
+        below, above = score_bounds(s, ids, noise_of(params_ptr))
         reach = order_key(above)
-        tl.store(score_ptr + out, tl.max(tl.max(below, 1), 0))
+        tl.store(out + SCORE * num_tiles, word(tl.max(tl.max(below, 1), 0)))
     tl.store(reach_ptr + m * num_groups + group, tl.max(reach, 1), mask=group < num_groups)
-    if tl.load(ints_ptr + WEIGHS * M + m) != 0:
+    if tl.load(params_ptr + WEIGHS) != 0:
         highest = value_of_key(top).to(tl.float64)
         weights = tl.where(key > MINUS_INFINITY_KEY, tl.exp(s.to(tl.float64) - highest), 0.0)
-        tl.store(weight_ptr + out, tl.sum(tl.sum(weights, 1), 0))
+        tl.store(out + TILE_WEIGHT * num_tiles, word(tl.sum(tl.sum(weights, 1), 0)))
 
 
 @jit
@@ -177,20 +182,17 @@ def gather(
 
 @jit
 def first_bound(
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
-    M: tl.tensor,
-    m: tl.tensor,
+    params_ptr: tl.tensor,
     groups: tl.tuple,
     low: tl.tensor,
     high: tl.tensor,
     total: tl.tensor,
     GROUPS: tl.constexpr,
 ) -> tl.tuple:
-    """The bound that the filters of row m put on its keys, how many groups gave it, and the weight it has to reach."""
+    """The bound that the filters of a row put on its keys, how many groups gave it, and the weight it has to reach."""
     reach_ptr, num_groups, _ = groups
-    top_k, top_p = tl.load(ints_ptr + SELECT_K * M + m), tl.load(floats_ptr + SELECT_TOP_P * M + m)
-    log_min_p = tl.load(floats_ptr + SELECT_LOG_MIN_P * M + m)
+    top_k, top_p = tl.load(params_ptr + SELECT_K).to(tl.int32), real(tl.load(params_ptr + SELECT_TOP_P))
+    log_min_p = real(tl.load(params_ptr + SELECT_LOG_MIN_P))
     bound, tried, target = high * 0 + MINUS_INFINITY_KEY, top_k * 0 + num_groups, total * 0.0
     if top_k == 1:
         bound = high
@@ -209,28 +211,12 @@ def first_bound(
 
 @jit
 def collect(
-    logits_ptr: tl.tensor,  # [R, V] float32
-    stride: tl.tensor,
-    ints_ptr: tl.tensor,  # [columns, M] int64, the table
-    floats_ptr: tl.tensor,  # the same bits as float64
-    M: tl.tensor,
-    V: tl.tensor,
-    num_groups: tl.tensor,
-    num_tiles: tl.tensor,
-    reach_ptr: tl.tensor,  # [M, num_groups] int32, and [M, num_tiles] each: what `scan` wrote
-    top_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    possible_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    score_ptr: tl.tensor,
-    list_ptr: tl.tensor,  # [M, num_groups] int32, scratch
-    capacity: tl.tensor,
-    z_ptr: tl.tensor,  # [M, capacity] float32, out: `Candidates`
-    ids_ptr: tl.tensor,  # [M, capacity] int32, out
-    counts_ptr: tl.tensor,  # [M] int32, out
-    sums_ptr: tl.tensor,  # [3, M] float64, out
-    num_possible_ptr: tl.tensor,  # [M] int32, out
-    status_ptr: tl.tensor,  # [M] int32, out
+    source: tl.tuple,  # logits [R, V] float32, their stride, V
+    records_ptr: tl.tensor,  # [M, fields] int64, of `RECORD`
+    groups: tl.tuple,  # maxima [M, num_groups] int32 of `scan`, num_groups, [M, num_groups] int32 of scratch
+    tiles: tl.tuple,  # [M, TILE_FIELDS, num_tiles] int64 of `scan`, num_tiles
+    out: tl.tuple,  # z [M, C] float32 and ids [M, C] int32, out, and C
+    draws_ptr: tl.tensor,  # [M, fields] int64, out, of `DRAW`: the fields of selection
     TILES: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -238,73 +224,85 @@ def collect(
 ) -> None:
     """Candidates of one row."""
     m = tl.program_id(0)
-    at, real = m * num_tiles + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles
-    tops = tl.load(top_ptr + at, mask=real, other=BELOW_ALL)
+    (tiles_ptr, num_tiles), draw_ptr, params_ptr = tiles, draws_ptr + m * DRAW_WORDS, records_ptr + m * RECORD_WORDS
+    at, real_tile = tiles_ptr + m * TILE_FIELDS * num_tiles + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles
+    tops = tl.load(at + TOP * num_tiles, mask=real_tile, other=BELOW_ALL).to(tl.int32)
     high = tl.max(tops, 0)
-    low = tl.min(tl.load(low_ptr + at, mask=real, other=ABOVE_ALL), 0)
+    low = tl.min(tl.load(at + LOW * num_tiles, mask=real_tile, other=ABOVE_ALL).to(tl.int32), 0)
     highest = value_of_key(high).to(tl.float64)
-    tl.store(num_possible_ptr + m, tl.sum(tl.load(possible_ptr + at, mask=real, other=0), 0))
-    tl.store(sums_ptr + m, highest)
-    tl.store(counts_ptr + m, 0)
+    tl.store(draw_ptr + NUM_POSSIBLE, tl.sum(tl.load(at + POSSIBLE * num_tiles, mask=real_tile, other=0), 0))
+    tl.store(draw_ptr + HIGHEST, word(highest))
+    tl.store(draw_ptr + NUM_CANDIDATES, tl.full((), 0, tl.int64))
     if (low < MINUS_INFINITY_KEY) | (high >= INFINITY_KEY):
-        tl.store(status_ptr + m, NOT_FINITE)
+        tl.store(draw_ptr + STATUS, tl.full((), NOT_FINITE, tl.int64))
         return
     if high == MINUS_INFINITY_KEY:
-        tl.store(status_ptr + m, EMPTY)
+        tl.store(draw_ptr + STATUS, tl.full((), EMPTY, tl.int64))
         return
 
     total = highest * 0.0
-    if tl.load(ints_ptr + WEIGHS * M + m) != 0:
-        parts = tl.load(weight_ptr + at, mask=real, other=0.0)
+    if tl.load(params_ptr + WEIGHS) != 0:
+        parts = real(tl.load(at + TILE_WEIGHT * num_tiles, mask=real_tile, other=0))
         total = tl.sum(tl.where(parts > 0, parts * tl.exp(value_of_key(tops).to(tl.float64) - highest), 0.0), 0)
 
-    whole, noise = tl.load(ints_ptr + WHOLE * M + m), noise_of(ints_ptr, M, m)
-    temperature = tl.load(floats_ptr + TEMPERATURE * M + m).to(tl.float32)
-    row = (logits_ptr + tl.load(ints_ptr + SOURCE * M + m) * stride, V, temperature)
-    groups = (reach_ptr + m * num_groups, num_groups, list_ptr + m * num_groups)
-    out = (z_ptr + m * capacity, ids_ptr + m * capacity, capacity)
-    bound, tried, target = first_bound(ints_ptr, floats_ptr, M, m, groups, low, high, total, GROUPS)
+    (logits_ptr, stride, V), (reach_ptr, num_groups, list_ptr), (z_ptr, ids_ptr, capacity) = source, groups, out
+    whole, noise = tl.load(params_ptr + WHOLE), noise_of(params_ptr)
+    row = (
+        logits_ptr + tl.load(params_ptr + SOURCE) * stride,
+        V,
+        real(tl.load(params_ptr + TEMPERATURE)).to(tl.float32),
+    )
+    mine = (reach_ptr + m * num_groups, num_groups, list_ptr + m * num_groups)
+    room = (z_ptr + m * capacity, ids_ptr + m * capacity, capacity)
+    bound, tried, target = first_bound(params_ptr, mine, low, high, total, GROUPS)
     if whole != 0:
-        bound = order_key(tl.max(tl.load(score_ptr + at, mask=real, other=float("-inf")), 0))
-    count, weight = gather(row, whole, noise, bound, highest, groups, out, GROUP, GROUPS, TILE)
+        scores = tl.load(at + SCORE * num_tiles, mask=real_tile, other=0)
+        bound = order_key(tl.max(tl.where(real_tile, real(scores), float("-inf")), 0).to(tl.float32))
+    count, weight = gather(row, whole, noise, bound, highest, mine, room, GROUP, GROUPS, TILE)
     while (weight < target) & (count <= capacity) & (bound > low):
         tried = tried * 2
         if tried <= num_groups // 2:
-            bound = kth_reach(groups[0], num_groups, tried, low, high, GROUPS)
+            bound = kth_reach(mine[0], num_groups, tried, low, high, GROUPS)
         else:  # most groups reach it already: maxima no longer tell how many ids will
             s = value_of_key(bound)
             bound = order_key(s - STEP - tl.abs(s) * RELATIVE_STEP)
-        count, weight = gather(row, whole, noise, bound, highest, groups, out, GROUP, GROUPS, TILE)
+        count, weight = gather(row, whole, noise, bound, highest, mine, room, GROUP, GROUPS, TILE)
     if (bound <= low) & (whole == 0):
         total = weight  # nothing is left out
-    tl.store(sums_ptr + M + m, total)
-    tl.store(sums_ptr + 2 * M + m, weight)
-    tl.store(counts_ptr + m, tl.where(count > capacity, 0, count))
-    tl.store(status_ptr + m, tl.where(count > capacity, TOO_MANY, OK))
+    tl.store(draw_ptr + TOTAL, word(total))
+    tl.store(draw_ptr + WEIGHT, word(weight))
+    tl.store(draw_ptr + NUM_CANDIDATES, tl.where(count > capacity, 0, count).to(tl.int64))
+    tl.store(draw_ptr + STATUS, tl.where(count > capacity, TOO_MANY, OK).to(tl.int64))
 
 
-def select(logits: Tensor, table: DrawTable, *, capacity: int) -> Candidates:
-    """`candidates.select`."""
-    M, V = table.num_rows, logits.shape[1]
+def select(logits: Tensor, records: Tensor, *, capacity: int) -> Candidates:
+    """Candidates: every id that may be drawn from the row of logits that each record names, and perhaps some more.
+
+    In a whole row those are the ids with the highest s + noise, in any other the ids that all of these hold:
+    s >= the select_k-th highest s; s >= the highest + select_log_min_p; and, where neither bounds them and
+    select_top_p < 1, the highest s, ties included, whose weights exceed that share of the weight of all by a billionth.
+    TOO_MANY where there are more than `capacity`.
+
+    logits: [R, V] float32, columns adjacent; s = float32(z / temperature). records: [M, fields] int64, of `RECORD`.
+    """
+    M, V = records.shape[0], logits.shape[1]
     assert adjacent_columns(logits)
     group = max(MIN_GROUP, triton.next_power_of_2(triton.cdiv(V, MAX_GROUPS)))
-    tile = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(V)))
+    tile = launch_tile(V)
     num_groups, num_tiles = triton.cdiv(V, group), triton.cdiv(V, tile)
-    new = partial(torch.empty, device=logits.device)
-    reach, listed = new((2, M, num_groups), dtype=torch.int32)
-    tops, lows, possible = new((3, M, num_tiles), dtype=torch.int32)
-    weights, scores = new((M, num_tiles), dtype=torch.float64), new((M, num_tiles), dtype=torch.float32)
+    reach, listed = torch.empty((2, M, num_groups), dtype=torch.int32, device=logits.device)
+    tiles = torch.empty((M, TILE_FIELDS.value, num_tiles), dtype=torch.int64, device=logits.device)
     found = Candidates.empty(M, capacity, logits.device)
-    rows = (logits, logits.stride(0), table.ints, table.floats, M, V, num_groups, num_tiles)
-    scanned = (reach, tops, lows, possible, weights, scores)
-    scan[(num_tiles, M)](*rows, *scanned, GROUP=group, TILE=tile, num_warps=8, enable_fp_fusion=False)
-    meta = {
+    source = (logits, logits.stride(0), V)
+    meta = {"num_warps": 8, "enable_fp_fusion": False}
+    sizes = (num_groups, num_tiles)
+    scan[(num_tiles, M)](*source, records, *sizes, reach, tiles, GROUP=group, TILE=tile, **meta)
+    meta |= {
         "TILES": triton.next_power_of_2(num_tiles),
         "GROUP": group,
         "GROUPS": min(MAX_GROUPS, triton.next_power_of_2(num_groups)),
         "TILE": COLLECTED_AT_ONCE,
-        "num_warps": 8,
-        "enable_fp_fusion": False,
     }
-    collect[(M,)](*rows, *scanned, listed, capacity, *found, **meta)
+    groups, out = (reach, num_groups, listed), (found.z, found.ids, capacity)
+    collect[(M,)](source, records, groups, (tiles, num_tiles), out, found.draws, **meta)
     return found

@@ -1,37 +1,41 @@
-"""`candidates.decide` in Triton decides as the definition does, over candidates and over all ids."""
+"""`decide` in Triton decides as the definition does, over candidates and over all ids, and supports follow."""
 
+import cuda_oracles
 import numpy as np
 import pytest
 import torch
-from kernel_rows import FILTERS, bits_to_ids, close_scores, interpreted, on_device, room, row, table
+from kernel_rows import FILTERS, close_scores, interpreted, on_device, row, table
 
-from keepmask.sampling.cuda import candidates
-from keepmask.sampling.cuda.compaction import compact
-from keepmask.sampling.cuda.draw_table import NOT_FINITE, OK, TOO_MANY, UNCERTAIN
+from keepmask.sampling.cuda import capture_triton, decide_triton, select_triton
+from keepmask.sampling.row_records import NOT_FINITE, OK, TOO_MANY, UNCERTAIN
 
 pytestmark = interpreted
 
-V, WIDTH = 150, 64
+V = 150
+FORMS = {"triton": (select_triton, decide_triton, capture_triton), "torch": (cuda_oracles,) * 3}
 
 
-def decided(logits, rows, impl, *, over_all=False, width=WIDTH):
+def decided(logits, rows, form, *, over_all=False):
     """Of each row: status, token, its rank, ids of the support, s and log-prob of the token, log-probs of the ids."""
-    parameters, M = table(rows), len(rows)
-    found = candidates.select(logits, parameters, capacity=512, impl=impl)
-    out = room(M, width, logits.shape[1])
+    select, decide, capture = FORMS[form]
+    words, V = table(rows), logits.shape[1]
+    found = select.select(logits, words, capacity=512)
+    status = found.field("status")
     if over_all:
-        found.status.masked_fill_(found.status == OK, TOO_MANY)
-    draws, cut = candidates.decide(found, parameters, logits.shape[1], out, impl=impl)
-    candidates.decide_all(logits, found, parameters, draws, cut, out, impl=impl)
-    written = (draws.over_all * (found.status == OK)).int()
-    compact(logits, parameters, cut, written, draws.counts, out, impl=impl)
+        status.masked_fill_(status == OK, TOO_MANY)
+    decide.decide(found, words, V)
+    decide.decide_all(logits, found, words)
+    counts = torch.where(status == OK, found.field("count"), 0)
+    offsets = torch.cat([counts[:0], counts.new_zeros(1), counts.cumsum(0)])
+    out = torch.empty(int(offsets[-1]), dtype=torch.int32), torch.empty(int(offsets[-1]))
+    out = out[0].to(logits.device), out[1].to(logits.device)
+    for way in (False, True):
+        capture.capture(logits, found, words, offsets, out, over_all=way)
     results = []
-    for m in range(M):
-        count = int(draws.counts[m])
-        ids = out.ids[m, :count].tolist() if count <= width else bits_to_ids(out.bits[m], logits.shape[1])
-        numbers = [float(x[m]) for x in (draws.token_s, draws.token_logprobs)]
-        logprobs = out.logprobs[m, :count].cpu().numpy() if count <= width else np.zeros(0)
-        results.append((int(found.status[m]), int(draws.token_ids[m]), int(draws.ranks[m]), ids, numbers, logprobs))
+    for m in range(len(rows)):
+        ids, logprobs = (array[offsets[m] : offsets[m + 1]] for array in out)
+        token_id, rank, *numbers = (float(found.field(f)[m]) for f in ("token_id", "rank", "token_s", "token_logprob"))
+        results.append((int(status[m]), int(token_id), int(rank), ids.tolist(), numbers, logprobs.cpu().numpy()))
     return results
 
 
@@ -85,7 +89,7 @@ def test_ties_are_cut_as_the_profile_says(profile):
 def test_hf_cuts_a_flat_row_from_the_low_end(impl, top_p):
     n = 100  # in float64, 1 - 0.8 is less than 0.2, so one id more than 0.8 of them stays
     logits = on_device(np.full((1, n), 3.0, np.float32))
-    status, _, _, ids, _, _ = decided(logits, [row(profile="hf", top_p=top_p)], impl, width=128)[0]
+    status, _, _, ids, _, _ = decided(logits, [row(profile="hf", top_p=top_p)], impl)[0]
     dropped = [i for i in range(n) if i + 1 <= (1 - top_p) * n]
     assert status == OK
     assert ids == (list(range(len(dropped), n)) if dropped else [])
@@ -107,41 +111,24 @@ def test_flat_rows_are_cut_exactly(profile):
         assert ids == (list(expected) if count < 40 else [])
 
 
-def test_supports_wider_than_the_arrays_become_bits():
-    rng = np.random.default_rng(3)
-    rows = [row(top_k=100), row(top_p=0.99), row(top_k=3)]
-    logits = on_device(rng.normal(0, 1, (3, V)).astype(np.float32))
-    assert assert_same(logits, rows, width=50) == 3
-    widths = [len(result[3]) for result in decided(logits, rows, "torch", width=50)]
-    assert widths[0] == 100
-    assert 50 < widths[1] < V
-    assert widths[2] == 3
-
-
-@pytest.mark.parametrize("k", [WIDTH - 1, WIDTH, WIDTH + 1])
-def test_supports_on_either_side_of_the_width_are_exact(k):
-    z = np.random.default_rng(3).permutation(V).astype(np.float32) / 10
-    _, _, _, ids, _, _ = decided(on_device(z[None]), [row(top_k=k)], "triton")[0]
-    assert ids == np.flatnonzero(z >= np.sort(z)[-k]).tolist()
-
-
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_candidates_that_do_not_reach_the_mass_cut_are_not_drawn_from(impl):
-    parameters = table([row(top_p=0.9)])
+    words = table([row(top_p=0.9)])
     logits = on_device(np.random.default_rng(6).normal(0, 1, (1, V)).astype(np.float32))
-    found = candidates.select(logits, parameters, capacity=V, impl="torch")
-    best = found.z[0, : found.counts[0]].sort(descending=True).indices[:5].sort().values  # far from 0.9 of the weight
+    found = cuda_oracles.select(logits, words, capacity=V)
+    n = int(found.field("num_candidates")[0])
+    best = found.z[0, :n].sort(descending=True).indices[:5].sort().values  # far from 0.9 of the weight
     found.z[0, :5], found.ids[0, :5] = found.z[0, best].clone(), found.ids[0, best].clone()
-    found.sums[2, 0] = torch.exp(found.z[0, :5].double() - found.sums[0, 0]).sum()
-    found.counts[0] = 5
-    candidates.decide(found, parameters, V, room(1, WIDTH, V), impl=impl)
-    assert found.status.tolist() == [TOO_MANY]
+    found.field("weight")[0] = torch.exp(found.z[0, :5].double() - found.field("highest")[0]).sum()
+    found.field("num_candidates")[0] = 5
+    FORMS[impl][1].decide(found, words, V)
+    assert found.field("status").tolist() == [TOO_MANY]
 
 
 def test_banned_ids_leave_an_unfiltered_row_an_explicit_support():
     z = np.random.default_rng(4).normal(0, 1, (2, V)).astype(np.float32)
     z[0, ::3] = -np.inf
-    results = decided(on_device(z), [row(weighs=True), row()], "triton", width=128)
+    results = decided(on_device(z), [row(weighs=True), row()], "triton")
     assert results[0][3] == [i for i in range(V) if i % 3]
     kept = z[0, results[0][3]].astype(float)
     np.testing.assert_allclose(results[0][5], kept - np.log(np.exp(kept).sum()), rtol=1e-6)
@@ -151,14 +138,14 @@ def test_banned_ids_leave_an_unfiltered_row_an_explicit_support():
 def test_rows_that_cannot_be_drawn_from_keep_their_status_and_have_no_token():
     z = np.zeros((3, V), np.float32)
     z[0, 3], z[1] = np.nan, -np.inf
-    parameters = table([row(top_k=2)] * 3)
-    found = candidates.select(on_device(z), parameters, capacity=512, impl="triton")
-    statuses = found.status.tolist()
-    draws, _ = candidates.decide(found, parameters, V, room(3, WIDTH, V), impl="triton")
-    assert found.status.tolist()[:2] == statuses[:2]
+    words = table([row(top_k=2)] * 3)
+    found = select_triton.select(on_device(z), words, capacity=512)
+    statuses = found.field("status").tolist()
+    decide_triton.decide(found, words, V)
+    assert found.field("status").tolist()[:2] == statuses[:2]
     assert statuses[0] == NOT_FINITE
-    assert draws.token_ids.tolist()[:2] == [-1, -1]
-    assert draws.counts.tolist()[:2] == [0, 0]
+    assert found.field("token_id").tolist()[:2] == [-1, -1]
+    assert found.field("count").tolist()[:2] == [0, 0]
 
 
 @pytest.mark.parametrize("given", [{"top_k": 2}, {}], ids=["candidates", "contenders"])

@@ -1,47 +1,55 @@
-"""Triton form of `candidates.decide`: filters, normaliser, draw, and the support with its log-probs, in one launch.
+"""`decide`: filters, normaliser and draw, in one launch.
 
 One program a row. Nothing is sorted: every filter keeps the ids above some logit, so each is a search for that logit,
-by halving an interval of its keys and summing over the row's entries. Rows and cuts are the tuples of
-`compaction_triton`; entries are the candidates or, for rows that these are too few for (ALL), all V logits.
+by halving an interval of its keys and summing over the row's entries. Rows and cuts are the tuples of `ops_triton`;
+entries are the candidates or, for rows that these are too few for (ALL), all V logits.
 """
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepmask.sampling.cuda import draw_table
-from keepmask.sampling.cuda.compaction import Cut, Supports
-from keepmask.sampling.cuda.compaction_triton import entries, kept, put_support
-from keepmask.sampling.cuda.draw_table import Candidates, Draws, DrawTable
+from keepmask.sampling import row_records
+from keepmask.sampling.cuda.draw_records import Candidates
 from keepmask.sampling.cuda.ops_triton import (
     ABOVE_ALL,
     BELOW_ALL,
+    DRAW_WORDS,
     MINUS_INFINITY_KEY,
+    RECORD_WORDS,
     adjacent_columns,
-    column,
+    draw_field,
+    entries,
+    field,
     gumbel,
     jit,
+    kept,
+    launch_tile,
     least_key_from,
     noise_of,
+    order_key,
+    real,
     value_of_key,
+    word,
 )
 
 __all__ = ["decide", "decide_all"]
 
-SOURCE, TEMPERATURE, GREEDY, TOP_K = (column(name) for name in ("source", "temperature", "greedy", "top_k"))
-TOP_P, LOG_MIN_P, PROFILE = (column(name) for name in ("top_p", "log_min_p", "profile"))
-BY_RANK, WHOLE = column("by_rank"), column("whole")
-MASK_SLOT, LOGPROBS_SLOT = column("mask_slot"), column("logprobs_slot")
-OK, TOO_MANY, UNCERTAIN, OUTSIDE = (
-    tl.constexpr(code) for code in (draw_table.OK, draw_table.TOO_MANY, draw_table.UNCERTAIN, draw_table.OUTSIDE)
-)
-VLLM, SGLANG, SGLANG_TORCH, HF = (
-    tl.constexpr(code) for code in (draw_table.VLLM, draw_table.SGLANG, draw_table.SGLANG_TORCH, draw_table.HF)
-)
-BAND = tl.constexpr(draw_table.BAND)
-NEAR, RELATIVELY_NEAR = tl.constexpr(draw_table.NEAR), tl.constexpr(draw_table.RELATIVELY_NEAR)
+SOURCE, TEMPERATURE, GREEDY, TOP_K = (field(name) for name in ("source", "temperature", "greedy", "top_k"))
+TOP_P, LOG_MIN_P, PROFILE = (field(name) for name in ("top_p", "log_min_p", "profile"))
+BY_RANK, WHOLE = field("by_rank"), field("whole")
+STATUS, NUM_CANDIDATES, NUM_POSSIBLE = (draw_field(name) for name in ("status", "num_candidates", "num_possible"))
+HIGHEST, TOTAL, WEIGHT, LOG_WEIGHT = (draw_field(name) for name in ("highest", "total", "weight", "log_weight"))
+TOKEN_ID, TOKEN_S, TOKEN_LOGPROB = (draw_field("token_" + name) for name in ("id", "s", "logprob"))
+COUNT, OVER_ALL, RANK = (draw_field(name) for name in ("count", "over_all", "rank"))
+BOUND, FIRST, LAST = (draw_field(name) for name in ("bound", "first", "last"))
+OK, TOO_MANY = tl.constexpr(row_records.OK), tl.constexpr(row_records.TOO_MANY)
+UNCERTAIN, OUTSIDE = tl.constexpr(row_records.UNCERTAIN), tl.constexpr(row_records.OUTSIDE)
+VLLM, HF = tl.constexpr(row_records.VLLM), tl.constexpr(row_records.HF)
+SGLANG, SGLANG_TORCH = tl.constexpr(row_records.SGLANG), tl.constexpr(row_records.SGLANG_TORCH)
+BAND = tl.constexpr(row_records.BAND)
+NEAR, RELATIVELY_NEAR = tl.constexpr(row_records.NEAR), tl.constexpr(row_records.RELATIVELY_NEAR)
 
 CERTAIN, CLOSE, NOT_REACHED = (tl.constexpr(outcome) for outcome in range(3))
 """How a mass cut went: as it says; some sum may come out either way; the entries do not weigh enough to reach it."""
@@ -153,7 +161,6 @@ def mass_cut(
     top_p: tl.tensor,
     considered: tl.tensor,
     num_dropped: tl.tensor,
-    high: tl.tensor,
     highest: tl.tensor,
     outside: tl.tensor,
     ALL: tl.constexpr,
@@ -163,6 +170,7 @@ def mass_cut(
 
     num_dropped: how many of the ids at that very key, the highest ones, top-k has dropped.
     """
+    high = order_key(highest.to(tl.float32))
     ties_stay = profile == SGLANG
     inclusive = ties_stay | (profile == SGLANG_TORCH)
     inside, _, lowest = weight_above(row, considered - 1, highest, ALL, TILE)
@@ -201,33 +209,30 @@ def mass_cut(
 @jit
 def filtered(
     row: tl.tuple,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
-    M: tl.tensor,
-    m: tl.tensor,
+    params_ptr: tl.tensor,
     highest: tl.tensor,
     outside: tl.tensor,
     ALL: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tuple:
-    """The cut of row m by its filters: bound, first, last; and the outcome of the mass cut in it."""
+    """The cut of a row by its filters: bound, first, last; and the outcome of the mass cut in it."""
     low, high, num = extremes(row, ALL, TILE)
     bound, first, last, outcome = low, row[2] * 0, row[2] * 0 + ABOVE_ALL, row[2] * 0 + CERTAIN
-    if tl.load(ints_ptr + GREEDY * M + m) != 0:
+    if tl.load(params_ptr + GREEDY) != 0:
         bound = high
         first = tied_id(row, high, row[2] * 0 + 1, ALL, TILE)
         last = first
     else:
-        if tl.load(ints_ptr + WHOLE * M + m) == 0:
-            profile, top_k = tl.load(ints_ptr + PROFILE * M + m), tl.load(ints_ptr + TOP_K * M + m)
-            top_p = tl.load(floats_ptr + TOP_P * M + m)
+        if tl.load(params_ptr + WHOLE) == 0:
+            profile, top_k = tl.load(params_ptr + PROFILE), tl.load(params_ptr + TOP_K)
+            top_p = real(tl.load(params_ptr + TOP_P))
             inclusive = (profile == SGLANG) | (profile == SGLANG_TORCH)
             at_k, num_dropped = low, row[2] * 0
             if top_k < num:
                 at_k = kth_key(row, top_k, low, high, ALL, TILE)
                 if (profile == VLLM) | (profile == SGLANG_TORCH):  # exactly k stay
                     num_dropped += num_from(row, at_k, ALL, TILE) - top_k.to(tl.int32)
-            bound = tl.maximum(at_k, least_key_from(highest + tl.load(floats_ptr + LOG_MIN_P * M + m)))
+            bound = tl.maximum(at_k, least_key_from(highest + real(tl.load(params_ptr + LOG_MIN_P))))
             num_dropped = tl.where(bound == at_k, num_dropped, 0)
             if num_dropped > 0:
                 num_above = num_from(row, at_k + 1, ALL, TILE)
@@ -236,7 +241,7 @@ def filtered(
                 considered = tl.where(inclusive, low, tl.where(profile == HF, at_k, bound))
                 num_dropped = tl.where(inclusive, 0, num_dropped)
                 cut, from_id, to_id, outcome = mass_cut(
-                    row, profile, top_p, considered, num_dropped, high, highest, outside, ALL, TILE
+                    row, profile, top_p, considered, num_dropped, highest, outside, ALL, TILE
                 )
                 if cut >= bound:
                     last = tl.where(cut == bound, tl.minimum(last, to_id), to_id)
@@ -293,57 +298,39 @@ def decide_rows(
     z_ptr: tl.tensor,  # [M, C] float32, candidates; or [R, V], logits
     stride: tl.tensor,
     ids_ptr: tl.tensor,  # [M, C] int32
-    num_ptr: tl.tensor,  # [M] int32, how many candidates
-    sums_ptr: tl.tensor,  # [3, M] float64, of `Candidates`
-    num_possible_ptr: tl.tensor,  # [M] int32
-    ints_ptr: tl.tensor,  # [columns, M] int64, the table
-    floats_ptr: tl.tensor,  # the same bits as float64
-    M: tl.tensor,
     V: tl.tensor,
-    status_ptr: tl.tensor,  # [M] int32, in and out
-    bound_ptr: tl.tensor,  # [M] float32, out: a Cut
-    first_ptr: tl.tensor,  # [M] int32, out
-    last_ptr: tl.tensor,  # [M] int32, out
-    highest_ptr: tl.tensor,  # [M] float64, out
-    log_weight_ptr: tl.tensor,  # [M] float64, out
-    token_ptr: tl.tensor,  # [M] int64, out: `Draws`
-    counts_ptr: tl.tensor,  # [M] int32, out
-    over_all_ptr: tl.tensor,  # [M] int32, out
-    token_s_ptr: tl.tensor,  # [M] float32, out
-    token_logprob_ptr: tl.tensor,  # [M] float32, out
-    rank_ptr: tl.tensor,  # [M] int32, out
-    support_ids_ptr: tl.tensor,  # [R1, width] int32, out: `Supports`
-    support_logprobs_ptr: tl.tensor,  # [R2, width] float32, out
-    width: tl.tensor,
+    records_ptr: tl.tensor,  # [M, fields] int64, of `RECORD`
+    draws_ptr: tl.tensor,  # [M, fields] int64, of `DRAW`, in: the fields of selection; out: the others, and the status
     ALL: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Filter and draw in one row."""
     m = tl.program_id(0)
-    status = tl.load(status_ptr + m)
+    params_ptr, draw_ptr = records_ptr + m * RECORD_WORDS, draws_ptr + m * DRAW_WORDS
+    status = tl.load(draw_ptr + STATUS)
     n = V
-    highest = tl.load(sums_ptr + m)
+    highest = real(tl.load(draw_ptr + HIGHEST))
     outside = highest * 0.0
     if ALL:
         if status != TOO_MANY:
             return
-        z_ptr += tl.load(ints_ptr + SOURCE * M + m) * stride
+        z_ptr += tl.load(params_ptr + SOURCE) * stride
     else:
-        tl.store(token_ptr + m, tl.full((), -1, tl.int64))
-        tl.store(counts_ptr + m, 0)
-        tl.store(over_all_ptr + m, 0)
+        tl.store(draw_ptr + TOKEN_ID, tl.full((), -1, tl.int64))
+        tl.store(draw_ptr + COUNT, tl.full((), 0, tl.int64))
+        tl.store(draw_ptr + OVER_ALL, tl.full((), 0, tl.int64))
         if status != OK:
             return
         z_ptr += m * stride
         ids_ptr += m * stride
-        n = tl.load(num_ptr + m)
-        outside = tl.maximum(tl.load(sums_ptr + M + m) - tl.load(sums_ptr + 2 * M + m), 0.0)
-    row = (z_ptr, ids_ptr, n, tl.load(floats_ptr + TEMPERATURE * M + m).to(tl.float32))
-    whole = tl.load(ints_ptr + WHOLE * M + m)
+        n = tl.load(draw_ptr + NUM_CANDIDATES).to(tl.int32)
+        outside = tl.maximum(real(tl.load(draw_ptr + TOTAL)) - real(tl.load(draw_ptr + WEIGHT)), 0.0)
+    row = (z_ptr, ids_ptr, n, real(tl.load(params_ptr + TEMPERATURE)).to(tl.float32))
+    whole = tl.load(params_ptr + WHOLE)
 
-    bound, first, last, outcome = filtered(row, ints_ptr, floats_ptr, M, m, highest, outside, ALL, TILE)
+    bound, first, last, outcome = filtered(row, params_ptr, highest, outside, ALL, TILE)
     cut = (bound, first, last)
-    count, weight, token_id, best, second = draw(row, cut, highest, noise_of(ints_ptr, M, m), ALL, TILE)
+    count, weight, token_id, best, second = draw(row, cut, highest, noise_of(params_ptr), ALL, TILE)
     inside, token_key, rank = place_of(token_id, row, cut, ALL, TILE)
     token_s, bound_s = value_of_key(token_key), value_of_key(bound)
     over_all = n * 0
@@ -351,8 +338,8 @@ def decide_rows(
         over_all += 1
     else:
         if whole != 0:  # the contenders are not all that could be drawn
-            count = tl.load(num_possible_ptr + m)
-            weight = tl.load(sums_ptr + M + m)
+            count = tl.load(draw_ptr + NUM_POSSIBLE).to(tl.int32)
+            weight = real(tl.load(draw_ptr + TOTAL))
             over_all += (count < V).to(tl.int32)
             bound_s = tl.full((), float("-inf"), tl.float32)
             first, last = first * 0 + 1, last * 0
@@ -361,48 +348,36 @@ def decide_rows(
     status = tl.where(best - second < NEAR + tl.abs(best) * RELATIVELY_NEAR, UNCERTAIN, OK)
     status = tl.where(outcome == CLOSE, UNCERTAIN, tl.where(inside == 1, status, OUTSIDE))
     if not ALL:
-        too_few = (outcome == NOT_REACHED) & (tl.load(ints_ptr + BY_RANK * M + m) == 0)
-        too_many = (count > width) & (whole == 0)
-        status = tl.where(too_few | too_many, TOO_MANY, status)
-    tl.store(status_ptr + m, status)
-    tl.store(bound_ptr + m, bound_s)
-    tl.store(first_ptr + m, first)
-    tl.store(last_ptr + m, last)
-    tl.store(highest_ptr + m, highest)
-    tl.store(log_weight_ptr + m, log_weight)
-    tl.store(token_ptr + m, token_id.to(tl.int64))
-    tl.store(counts_ptr + m, tl.where(count == V, 0, count))
-    tl.store(over_all_ptr + m, over_all)
-    tl.store(token_s_ptr + m, token_s)
-    tl.store(token_logprob_ptr + m, (token_s.to(tl.float64) - highest - log_weight).to(tl.float32))
-    tl.store(rank_ptr + m, rank)
-    if not ALL:
-        slot = tl.load(ints_ptr + MASK_SLOT * M + m)
-        if (slot >= 0) & (whole == 0) & (status == OK):
-            logprobs_slot = tl.load(ints_ptr + LOGPROBS_SLOT * M + m)
-            out = (support_ids_ptr, support_logprobs_ptr, width, slot, logprobs_slot)
-            put_support(row, cut, (highest, log_weight), out, ALL, TILE)
+        too_few = (outcome == NOT_REACHED) & (tl.load(params_ptr + BY_RANK) == 0)
+        status = tl.where(too_few, TOO_MANY, status)
+    tl.store(draw_ptr + STATUS, status.to(tl.int64))
+    tl.store(draw_ptr + BOUND, word(bound_s))
+    tl.store(draw_ptr + FIRST, first.to(tl.int64))
+    tl.store(draw_ptr + LAST, last.to(tl.int64))
+    tl.store(draw_ptr + LOG_WEIGHT, word(log_weight))
+    tl.store(draw_ptr + TOKEN_ID, token_id.to(tl.int64))
+    tl.store(draw_ptr + COUNT, tl.where(count == V, 0, count).to(tl.int64))
+    tl.store(draw_ptr + OVER_ALL, over_all.to(tl.int64))
+    tl.store(draw_ptr + TOKEN_S, word(token_s))
+    tl.store(draw_ptr + TOKEN_LOGPROB, word(token_s.to(tl.float64) - highest - log_weight))
+    tl.store(draw_ptr + RANK, rank.to(tl.int64))
 
 
-def decide(found: Candidates, table: DrawTable, V: int, out: Supports) -> tuple[Draws, Cut]:
-    """`candidates.decide`."""
-    draws, cut = Draws.empty(table.num_rows, found.z.device), Cut.empty(table.num_rows, found.z.device)
-    _launch(found.z, found, table, V, draws, cut, out, ALL=False, TILE=512, num_warps=4)
-    return draws, cut
+def decide(found: Candidates, records: Tensor, V: int) -> None:
+    """Filter the candidates of each row by its profile and draw one: the fields of `DRAW` behind those of selection.
+
+    For rows whose status is OK, with the filters of `keepmask.sampling.semantics` over all ids, of which the weight
+    that is not among the candidates lies below them: token = argmax of s + noise over the support, ties to the lowest
+    id; log-probabilities are a log-softmax of s over the support. Changes the status: TOO_MANY where the candidates do
+    not reach the mass cut; UNCERTAIN where sums or scores are too close to tell; OUTSIDE where the token is not kept.
+    """
+    meta = {"ALL": False, "TILE": 512, "num_warps": 4, "enable_fp_fusion": False}
+    decide_rows[(records.shape[0],)](found.z, found.z.stride(0), found.ids, V, records, found.draws, **meta)
 
 
-def decide_all(logits: Tensor, found: Candidates, table: DrawTable, draws: Draws, cut: Cut, out: Supports) -> None:
-    """`candidates.decide_all`."""
+def decide_all(logits: Tensor, found: Candidates, records: Tensor) -> None:
+    """`decide` for the rows whose status is TOO_MANY, with all ids as their candidates."""
     assert adjacent_columns(logits)
-    tile = min(4096, max(64, triton.next_power_of_2(logits.shape[1])))
-    _launch(logits, found, table, logits.shape[1], draws, cut, out, ALL=True, TILE=tile, num_warps=16)
-
-
-def _launch(
-    z: Tensor, found: Candidates, table: DrawTable, V: int, draws: Draws, cut: Cut, out: Supports, **meta: int
-) -> None:
-    rows = (z, z.stride(0), found.ids, found.counts, found.sums, found.num_possible, table.ints, table.floats)
-    supports = (out.ids, out.logprobs, out.ids.shape[1])
-    decide_rows[(table.num_rows,)](
-        *rows, table.num_rows, V, found.status, *cut, *draws, *supports, **meta, enable_fp_fusion=False
-    )
+    V = logits.shape[1]
+    meta = {"ALL": True, "TILE": launch_tile(V), "num_warps": 16, "enable_fp_fusion": False}
+    decide_rows[(records.shape[0],)](logits, logits.stride(0), found.ids, V, records, found.draws, **meta)
