@@ -34,7 +34,11 @@ ENGINE = {
 
 
 class Serving:
-    """Serves `folder` from the start of the block to its end."""
+    """Serves `folder` from the start of the block to its end.
+
+    send_buffer: bytes that the kernel holds of one answer while its client reads nothing. Its default grows with the
+    connection to as much as the machine allows.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Serving:
         *,
         engine: dict[str, Any] | None = None,
         processors: Sequence[Any] = (),
+        send_buffer: int | None = None,
         **server: Any,
     ) -> None:
         config = EngineConfig(**{**ENGINE, "model": str(folder), **(engine or {})})
@@ -49,6 +54,7 @@ class Serving:
         self.service = Service(self.engine, ServerConfig(port=0, log_level="error", **server))
         self.server = build_server(create_app(self.service), self.service)
         self.loop: asyncio.AbstractEventLoop | None = None
+        self._send_buffer = send_buffer
         self._thread = threading.Thread(target=self._run, name="test-server")
 
     def __enter__(self) -> Self:
@@ -56,7 +62,10 @@ class Serving:
         while not self.server.started:
             assert self._thread.is_alive(), "the server did not start"
             time.sleep(0.005)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        (listening,) = self.server.servers[0].sockets
+        if self._send_buffer is not None:  # connections inherit it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
+        self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         keys = self.service.config.api_keys
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from itertools import chain
@@ -217,15 +218,16 @@ def test_memory_estimate_is_held_before_admission(checkpoint: Path):
         assert serving.service.admission.num_bytes == 0
 
 
-def test_slow_reader_holds_nobody_up_and_loses_nothing(serving: Serving):
+def test_slow_reader_holds_nobody_up_and_loses_nothing(checkpoint: Path):
     params = {**LONG, "n": 4, "logprobs": 20, "top_k": 40}
-    whole = serving.generate(PROMPT, params=params).json()
-    stream = serving.open_stream(body(params, request_id="slow"), receive_buffer=4096)
-    (ticket,) = _ticket(serving, "slow")
-    until(lambda: ticket.finished)
-    assert serving.generate(PROMPT, params=SHORT).status_code == 200
-    assert ticket._chunks, "the client's buffers took everything: the test shows nothing"
-    received = events(stream.read_all())
+    with Serving(checkpoint, send_buffer=4096) as serving:
+        whole = serving.generate(PROMPT, params=params).json()
+        with contextlib.closing(serving.open_stream(body(params, request_id="slow"), receive_buffer=4096)) as stream:
+            (ticket,) = _ticket(serving, "slow")
+            until(lambda: ticket.finished)
+            assert serving.generate(PROMPT, params=SHORT).status_code == 200
+            assert ticket._chunks, "the client's buffers took everything: the test shows nothing"
+            received = events(stream.read_all())
     for choice in whole["choices"]:
         chunks = [event["choices"][0] for event in received if event["choices"][0]["index"] == choice["index"]]
         for name in ("token_ids", "sampling_mask"):
@@ -233,7 +235,6 @@ def test_slow_reader_holds_nobody_up_and_loses_nothing(serving: Serving):
         content = list(chain.from_iterable(chunk["logprobs"]["content"] for chunk in chunks))
         assert content == choice["logprobs"]["content"]
         assert max(len(chunk["token_ids"]) for chunk in chunks) > 1
-    stream.close()
 
 
 def test_long_answers_are_written_where_nobody_waits_for_them(serving: Serving, monkeypatch: pytest.MonkeyPatch):
@@ -272,7 +273,7 @@ def test_long_answers_are_written_where_nobody_waits_for_them(serving: Serving, 
 
 def test_reader_that_takes_nothing_is_given_up(checkpoint: Path):
     params = {**LONG, "n": 4, "logprobs": 20, "top_k": 40}
-    with Serving(checkpoint, write_timeout_s=0.3) as serving:
+    with Serving(checkpoint, write_timeout_s=0.3, send_buffer=4096) as serving:
         before = serving.holdings()
         stream = serving.open_stream(body(params, request_id="stuck"), receive_buffer=4096)
         (ticket,) = _ticket(serving, "stuck")
