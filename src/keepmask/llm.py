@@ -195,8 +195,8 @@ class LLM:
         if isinstance(weights, Mapping):
             stage.add(weights)
         else:
-            for file in safetensors_files(Path(weights)):
-                stage.add(read_safetensors(file.read_bytes(), name=str(file)))
+            for file, names in safetensors_files(Path(weights)).items():
+                stage.add(read_safetensors(file.read_bytes(), name=str(file), names=names))
         with self._turns:
             return self.engine.update_weights(stage, version)
 

@@ -159,6 +159,9 @@ class Background:
         self._thread = threading.Thread(target=run)
         self._thread.start()
 
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
     def result(self, timeout_s: float = 60) -> Any:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), "no answer in time"
@@ -179,7 +182,7 @@ class RawStream:
         content = json.dumps(body).encode()
         head = [
             f"POST {path} HTTP/1.1",
-            "Host: test",
+            "Host: localhost",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",
             *(f"Authorization: Bearer {key}" for key in serving.service.config.api_keys[:1]),

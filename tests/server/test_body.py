@@ -36,7 +36,7 @@ def raw(serving: Serving, request: bytes) -> bytes:
 
 
 def post(body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {PATH} HTTP/1.1", "Host: test", "Content-Type: application/json", *headers, "", ""]
+    lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
 
 

@@ -29,7 +29,7 @@ def test_clients_that_send_no_request_lose_their_connection(hurried: Serving):
     before = hurried.holdings()
     silent = [socket.create_connection(("127.0.0.1", hurried.port), timeout=10) for _ in range(20)]
     for number, connection in enumerate(silent):
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\nX: "[: 3 * number])
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "[: 3 * number])
     assert hurried.client.get("/health").status_code == 200
     for connection in silent:
         assert connection.recv(100) == b""
@@ -80,7 +80,7 @@ def test_no_http_in_the_middle_of_an_answer_ends_that_request_only(hurried: Serv
         body = json.dumps({"token_ids": [1], "sampling_params": {"max_tokens": 400, "ignore_eos": True, "top_k": 2}})
         head = [
             "POST /inference/v1/generate HTTP/1.1",
-            "Host: test",
+            "Host: localhost",
             "Authorization: Bearer key",
             "Content-Type: application/json",
             "Transfer-Encoding: chunked",

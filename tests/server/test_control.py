@@ -86,7 +86,7 @@ def checksums(serving: Serving) -> dict[str, str]:
 def aligned(choice: dict[str, Any]) -> None:
     assert len(choice["token_ids"]) == len(choice["sampling_mask"]) == len(choice["logprobs"]["content"])
     end = 0
-    for span in choice.get("weight_versions", []):
+    for span in choice["weight_versions"] or []:
         assert span["start"] == end < span["end"]
         end = span["end"]
     assert end == len(choice["token_ids"])
@@ -364,7 +364,7 @@ def test_trainer_killed_in_the_middle_of_an_update_changes_nothing(
     serving.client.post("/start_weight_update").raise_for_status()
     head = [
         "POST /update_weights HTTP/1.1",
-        "Host: test",
+        "Host: localhost",
         f"Authorization: Bearer {KEY}",
         "Content-Type: application/octet-stream",
         f"Content-Length: {len(data)}",

@@ -15,7 +15,8 @@ import torch
 from serving import Serving, events, until
 
 from keepmask.engine.ticket import Ticket
-from keepmask.server import openai, sglang, tokens
+from keepmask.server import stream
+from keepmask.server.json_rows import json_pieces
 
 PROMPT = [5, 6, 7, 8]
 LONG: dict[str, Any] = {"max_tokens": 400, "top_k": 6, "logprobs": 0, "seed": 3, "ignore_eos": True}
@@ -239,15 +240,12 @@ def test_slow_reader_holds_nobody_up_and_loses_nothing(checkpoint: Path):
 
 def test_long_answers_are_written_where_nobody_waits_for_them(serving: Serving, monkeypatch: pytest.MonkeyPatch):
     threads: dict[int, str] = {}
-    routes: list[Any] = [(openai, "mask_fields"), (tokens, "mask_fields"), (sglang, "mask_to_fields")]
-    for module, name in routes:
-        write = getattr(module, name)
 
-        def noting(output: Any, *form: Any, write: Any = write) -> Any:
-            threads[threading.get_ident()] = threading.current_thread().name
-            return write(output, *form)
+    def noting(data: Any) -> Any:
+        threads[threading.get_ident()] = threading.current_thread().name
+        return json_pieces(data)
 
-        monkeypatch.setattr(module, name, noting)
+    monkeypatch.setattr(stream, "json_pieces", noting)
 
     def written_by(path: str, **request: Any) -> set[str]:
         threads.clear()
@@ -310,3 +308,34 @@ def test_requests_that_had_to_give_up_their_place_are_answered_the_same(serving:
 def _ticket(serving: Serving, name: str) -> list[Any]:
     until(lambda: serving.service.tickets([name]))
     return serving.service.tickets([name])
+
+
+def test_supports_wider_than_expected_are_charged_and_end_their_request_where_memory_is_short(checkpoint: Path):
+    params = {"max_tokens": 200, "top_k": 500, "temperature": 3.0, "ignore_eos": True}
+    with Serving(checkpoint, max_answer_bytes=1_000_000) as serving:
+        (choice,) = serving.generate(PROMPT, params=params).json()["choices"]
+        assert choice["finish_reason"] == "error"
+        assert "max_answer_bytes" in choice["stop_reason"]
+        assert 0 < len(choice["token_ids"]) == len(choice["sampling_mask"]) < 200
+        assert 700_000 < 24 * sum(map(len, choice["sampling_mask"])) < 1_000_000 + 24 * 500
+        assert serving.generate(PROMPT, params=SHORT).status_code == 200
+        serving.settle()
+        assert serving.service.admission.num_bytes == 0
+
+
+def test_health_is_told_while_a_wide_answer_is_written(checkpoint: Path):
+    params = {"max_tokens": 400, "n": 16, "top_k": 500, "temperature": 3.0, "ignore_eos": True}
+    with Serving(checkpoint) as serving:
+        wide = serving.in_background(lambda: serving.generate(PROMPT, params=params))
+        until(lambda: serving.engine.num_unfinished)
+        slowest, size = 0.0, 0
+        with httpx.Client(base_url=serving.url) as client:
+            while wide.running():
+                began_s = time.monotonic()
+                assert client.get("/health").status_code == 200
+                slowest = max(slowest, time.monotonic() - began_s)
+        for choice in wide.result().json()["choices"]:
+            assert len(choice["token_ids"]) == len(choice["sampling_mask"]) == 400
+            size += sum(map(len, choice["sampling_mask"]))
+        assert size > 2_000_000
+        assert slowest < 1.0  # a second on a busy machine; the whole answer takes several to write

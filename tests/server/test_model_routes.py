@@ -106,8 +106,15 @@ def test_metrics_count_what_was_served(checkpoint: Path):
     assert found["vllm:request_prompt_tokens_sum"][()] == 8
     assert found["vllm:request_generation_tokens_sum"][()] == 40
     assert found["vllm:e2e_request_latency_seconds_count"][()] == 3
-    assert found["vllm:time_to_first_token_seconds_count"][()] == 1
-    assert found["vllm:inter_token_latency_seconds_count"][()] == 1
+    for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert found[f"vllm:{name}_seconds_count"][()] == 3
+    assert found["vllm:request_time_per_output_token_seconds_count"][()] == 3
+    # Nine for each request, whole or streamed, and one more where a second completion began a step later.
+    assert found["vllm:inter_token_latency_seconds_count"][()] == 28
+    assert found["vllm:prefix_cache_queries_total"][()] == 8
+    parts = sum(found[f"vllm:request_{part}_time_seconds_sum"][()] for part in ("queue", "prefill", "decode"))
+    assert 0 < parts <= found["vllm:e2e_request_latency_seconds_sum"][()]
+    assert found["process_resident_memory_bytes"][()] > 2**20
     assert found["keepmask:support_size_count"][()] == 40
     assert found["keepmask:support_size_sum"][()] == 30 * 3 + 10 * 512
     assert found["keepmask:support_size_bucket"][("le=2.0",)] == 0

@@ -308,13 +308,13 @@ def _rollout(choice: Mapping[str, Any], shared: Mapping[str, Any]) -> Rollout:
         token_ids = np.asarray(choice["token_ids"], np.int32)
         rollout = Rollout(
             token_ids=token_ids,
-            sampling_mask=mask_from_fields(choice) if "sampling_mask" in choice else None,
+            sampling_mask=mask_from_fields(choice) if choice.get("sampling_mask") is not None else None,
             logprobs=_logprobs(choice.get("logprobs"), token_ids),
             completion_index=int(choice["index"]),
             text=str(choice.get("text", "")),
             finish_reason=choice.get("finish_reason"),
             stop_reason=choice.get("stop_reason"),
-            weight_versions=tuple(WeightVersionSpan(**span) for span in choice.get("weight_versions", ())),
+            weight_versions=tuple(WeightVersionSpan(**span) for span in choice.get("weight_versions") or ()),
             **shared,
         )
     except (KeyError, TypeError, ValueError, OverflowError, MaskError) as error:

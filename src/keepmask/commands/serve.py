@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop; returns the exit code, 1 where requests under way were not finished."""
+    """Serve until told to stop; returns the exit code, 1 where requests were not finished or the engine failed."""
     config = ServerConfig(**given(args, ServerConfig), api_keys=read_keys(args.api_key))
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = EngineConfig(**given(args, EngineConfig))
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         server.run()
     finally:
         service.engine.close()
-    return int(server.force_exit)
+    return server.exit_code
 
 
 def read_keys(source: str | None) -> tuple[str, ...]:

@@ -241,13 +241,16 @@ class Engine:
         """The completion from token `start` and character `text_start` on: one chunk of a stream."""
         return self._outputs.completion_output(completion, start, text_start)
 
-    def abort(self, request_ids: Iterable[str]) -> list[Request]:
-        """End these requests where they stand; they keep their tokens and rows. Unknown ids are passed over."""
+    def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[Request]:
+        """End these requests where they stand; they keep their tokens and rows. Unknown ids are passed over.
+
+        error: why they fail; without it they are aborted.
+        """
         aborted = [request for request_id in request_ids if (request := self._requests.get(request_id)) is not None]
         for request in aborted:
             for completion in request.completions:
                 if completion.state is not State.FINISHED:
-                    completion.finish("abort")
+                    completion.finish("abort" if error is None else "error", error)
                     self._scheduler.remove(completion)
             self._forget(request)
         return aborted

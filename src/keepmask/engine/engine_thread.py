@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class EngineThread:
         self.engine = engine
         self.failure: EngineError | None = None
         """Why the engine stopped, once it has."""
+        self.crashed = False
+        """Whether it stopped because it failed."""
         self.frozen = False
         """No step is computed: paused."""
         self.holding = False
@@ -62,6 +65,7 @@ class EngineThread:
         self._keys = itertools.count()
         # Only the thread itself touches these.
         self._tickets: dict[str, Ticket] = {}
+        self._unstarted: deque[Ticket] = deque()
         self._held: list[Ticket] = []
         self._drained: list[Callable[[bool], None]] = []
 
@@ -83,12 +87,17 @@ class EngineThread:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
-    def submit(self, order: Order, news: asyncio.Event | None = None) -> Ticket:
+    def submit(
+        self,
+        order: Order,
+        news: asyncio.Event | None = None,
+        on_step: Callable[[Ticket], str | None] | None = None,
+    ) -> Ticket:
         """Queue a request; its ticket is followed from the running event loop.
 
-        news: the event it shares with others. Raises EngineError once the engine has stopped.
+        news, on_step: as of `Ticket`. Raises EngineError once the engine has stopped.
         """
-        ticket = Ticket(f"r{next(self._keys)}", order, news, asyncio.get_running_loop())
+        ticket = Ticket(f"r{next(self._keys)}", order, news, asyncio.get_running_loop(), on_step)
         self._ask(lambda: self._add(ticket))
         return ticket
 
@@ -137,9 +146,13 @@ class EngineThread:
                     self._wake.wait()
                     self._wake.clear()
                     continue
-                self._hand_over(self.engine.step())
+                began_s = time.monotonic()
+                requests = self.engine.step()
+                self._note_starts(began_s)
+                self._hand_over(requests)
         except BaseException as error:  # the thread's border: whatever ends it, everybody is told
             _log.exception("the engine failed")
+            self.crashed = True
             self._fail(EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}"), error)
         else:
             self._fail(EngineError("the engine was stopped"))
@@ -163,6 +176,16 @@ class EngineThread:
             self._post([_Delivery(ticket, error, finished=True)])
             return
         self._tickets[ticket.key] = ticket
+        self._unstarted.append(ticket)
+
+    def _note_starts(self, began_s: float) -> None:
+        """Requests are served in order of arrival: those that a step began to compute are the first ones."""
+        while self._unstarted:
+            request = self._unstarted[0].request
+            assert request is not None
+            if not (request.finished or request.completions[0].num_computed):
+                return
+            self._unstarted.popleft().times.scheduled_s = began_s
 
     def _abort(self, tickets: list[Ticket]) -> None:
         if self.failure is not None:
@@ -230,6 +253,8 @@ class EngineThread:
             ticket = self._tickets[request.request_id]
             news: list[CompletionOutput] | RequestOutput | Exception | None
             try:
+                if ticket.on_step is not None and (problem := ticket.on_step(ticket)) and not request.finished:
+                    self.engine.abort([request.request_id], problem)
                 news = ticket.collect(self.engine)
             except Exception as error:  # one request's border: its text or log-probs cannot be built
                 _log.exception("the answer of a request cannot be built")

@@ -44,6 +44,11 @@ class SupportRows:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
+    @property
+    def num_ids(self) -> int:
+        """Ids of all rows."""
+        return self._size
+
     def append(self, ids: NDArray[np.int32], logprobs: NDArray[np.float32] | None) -> None:
         """Add the row of the next token."""
         end = self._size + ids.size

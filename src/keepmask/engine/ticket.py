@@ -34,6 +34,7 @@ class TicketTimes:
     """When things happened, in seconds of `time.monotonic`."""
 
     submitted_s: float = field(default_factory=time.monotonic)
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
 
@@ -54,7 +55,8 @@ class Ticket:
     joined, so a slow reader costs no more memory than its own answer and holds nobody up.
 
     news: set whenever there is something to take; the tickets of one answer share it. loop: the event loop on which
-    the ticket is followed.
+    the ticket is followed. on_step: called on the engine's thread when a step brought tokens; what it returns is why
+    the request has to end.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Ticket:
         order: Order,
         news: asyncio.Event | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        on_step: Callable[[Ticket], str | None] | None = None,
     ) -> None:
         self.key = key
         """The engine's name for the request: never one that a client chose."""
         self.loop = loop
+        self.on_step = on_step
         self.order = order
         self.request: Request | None = None
         self.times = TicketTimes()
@@ -89,6 +93,9 @@ class Ticket:
         """What there is to hand over after a step; None when nothing is due."""
         request = self.request
         assert request is not None
+        now = time.monotonic()
+        self.times.first_token_s = self.times.first_token_s or now
+        self.times.last_token_s = now
         if self.order.stream_interval is None:
             return engine.output(request) if request.finished else None
         chunks = [self._chunk(engine, completion) for completion in request.completions]
@@ -116,9 +123,6 @@ class Ticket:
         """Take over what `collect` returned."""
         assert self.request is not None
         self.seed, self.num_cached_tokens = self.request.seed, self.request.num_cached_tokens
-        now = time.monotonic()
-        self.times.first_token_s = self.times.first_token_s or now
-        self.times.last_token_s = now
         if isinstance(news, RequestOutput):
             self._output = news
         else:

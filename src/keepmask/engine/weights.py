@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import safetensors
@@ -14,15 +15,19 @@ from torch import Tensor, nn
 from keepmask.errors import RequestError
 
 __all__ = [
+    "INDEX_NAME",
     "WeightStage",
     "checksum",
     "checksums",
+    "indexed_names",
     "randomize",
     "read_safetensors",
     "safetensors_files",
     "weight_bytes",
 ]
 
+INDEX_NAME = "model.safetensors.index.json"
+"""In a folder of a checkpoint in parts: which file holds which tensors."""
 _MAX_LISTED = 8  # offending tensors named in one error; the rest are counted
 
 
@@ -153,21 +158,47 @@ def randomize(model: nn.Module, generator: torch.Generator) -> None:
             tensor.copy_(noise)
 
 
-def read_safetensors(data: bytes, *, name: str = "weights") -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises RequestError when it is none."""
+def read_safetensors(data: bytes, *, name: str = "weights", names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. names: those it has to hold, and no others.
+
+    Raises RequestError when it is none, or holds others.
+    """
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise RequestError(f"{name}: not a safetensors file: {error}", param="weights") from None
+    if names is not None and (others := sorted(tensors.keys() ^ set(names))):
+        raise _refusal(f"{len(others)} tensors of {name} are not where {INDEX_NAME} says", others)
     return tensors
 
 
-def safetensors_files(path: Path) -> list[Path]:
-    """The file itself, or the safetensors files of a folder. Raises RequestError when there are none."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        raise RequestError(f"weights: no safetensors file at {path}", param="weights")
-    return files
+def indexed_names(index: bytes) -> dict[str, list[str]]:
+    """Names of the tensors in each file, from the text of a `model.safetensors.index.json`. Raises RequestError."""
+    try:
+        places = json.loads(index)["weight_map"].items()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise RequestError(f"weights: {INDEX_NAME} is no index: it has no weight_map", param="weights") from None
+    found: dict[str, list[str]] = {}
+    for name, file in places:
+        if not isinstance(file, str) or not file.endswith(".safetensors") or file != Path(file).name:
+            raise RequestError(f"weights: {INDEX_NAME}: {str(file)[:80]!r} is no file beside it", param="weights")
+        found.setdefault(file, []).append(name)
+    return found
+
+
+def safetensors_files(path: Path) -> dict[Path, list[str] | None]:
+    """The file itself, or the safetensors files of a folder, those of its index where it has one; with the names of
+    their tensors, where the index tells. Raises RequestError when there are none.
+    """
+    index = path / INDEX_NAME
+    found: dict[Path, list[str] | None] = {path: None}
+    if index.is_file():
+        found = {path / file: names for file, names in sorted(indexed_names(index.read_bytes()).items())}
+    elif path.is_dir():
+        found = dict.fromkeys(sorted(path.glob("*.safetensors")))
+    if missing := [file for file in found or [path] if not file.is_file()]:
+        raise RequestError(f"weights: no safetensors file at {missing[0]}", param="weights")
+    return found
 
 
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -9,19 +9,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from keepmask import __version__
 from keepmask.errors import KeepmaskError
 from keepmask.server import model_routes, openai, sglang, tokens, weight_routes
 from keepmask.server.auth import Auth
-from keepmask.server.body import HeaderLimit
-from keepmask.server.document import answers, describe_api
+from keepmask.server.document import describe_api
 from keepmask.server.error_answers import ApiError, Unforeseen, error_response
+from keepmask.server.head_checks import HeadChecks
 from keepmask.server.prometheus import MEDIA_TYPE as METRICS_TYPE
+from keepmask.server.routing import Routes
 from keepmask.server.service import Service
 from keepmask.server.stream import json_response
 
@@ -30,11 +33,11 @@ __all__ = ["create_app"]
 _log = logging.getLogger(__name__)
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Starlette:
     """The ASGI application of one served model; its lifespan starts and stops the engine's thread."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         service.engine.start()
         # The model and its libraries stay: looking through their objects for garbage would hold every stream up.
         gc.collect()
@@ -44,51 +47,47 @@ def create_app(service: Service) -> FastAPI:
         await asyncio.get_running_loop().run_in_executor(None, service.engine.close)
         service.texts.close()
 
-    app = FastAPI(
-        title="keepmask",
-        version=__version__,
-        description="Rollouts with the exact support of every token",
-        docs_url=None,
-        redoc_url=None,
-        lifespan=lifespan,
-    )
-    app.include_router(_basics(service))
-    for routes in (tokens, openai, sglang, model_routes, weight_routes):
-        app.include_router(routes.router(service))
-    app.add_middleware(Unforeseen)
-    app.add_middleware(Auth, keys=service.config.api_keys)
-    app.add_middleware(HeaderLimit, max_bytes=service.config.max_header_bytes)
-    app.add_exception_handler(KeepmaskError, _on_refusal)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    kinds = (tokens, openai, sglang, model_routes, weight_routes)
+    routes = [*_basics(service).routes, *(route for kind in kinds for route in kind.routes(service).routes)]
     document: dict[str, Any] = {}
 
-    def openapi() -> dict[str, Any]:
+    async def openapi(_: Request) -> Response:
         if not document:
-            document.update(describe_api(app))
-        return document
+            document.update(describe_api(routes))
+        return json_response(document)
 
-    app.openapi = openapi  # type: ignore[method-assign]
-    return app
+    config = service.config
+    hosts = None if config.api_keys else ["localhost", config.host, *config.allowed_hosts]
+    return Starlette(
+        routes=[*routes, Route("/openapi.json", openapi)],
+        middleware=[
+            Middleware(HeadChecks, max_bytes=config.max_header_bytes, hosts=hosts),
+            Middleware(Auth, keys=config.api_keys),
+            Middleware(Unforeseen),
+        ],
+        exception_handlers={KeepmaskError: _on_refusal, HTTPException: _on_http_exception},
+        lifespan=lifespan,
+    )
 
 
-def _basics(service: Service) -> APIRouter:
-    routes = APIRouter(tags=["server"])
+def _basics(service: Service) -> Routes:
+    routes = Routes(service.bodies, "server")
 
-    @routes.get("/health", responses=answers())
-    async def health() -> Response:
+    @routes.get("/health", "/ping")
+    async def health(_: Request) -> Response:
         """200 while requests are taken, 503 once the engine has stopped or the server is about to."""
         service.check_ready()
         return json_response({})
 
-    @routes.get("/version", responses=answers())
-    async def version() -> Response:
+    @routes.get("/version")
+    async def version(_: Request) -> Response:
         """The server's version."""
         return json_response({"version": __version__})
 
-    @routes.get("/metrics", responses=answers(media_type="text/plain"))
-    async def metrics() -> Response:
+    @routes.get("/metrics", media_types=("text/plain",))
+    async def metrics(_: Request) -> Response:
         """Prometheus metrics, with vLLM's names where vLLM has them."""
-        return Response(service.metrics.exposition(), media_type=METRICS_TYPE)
+        return Response(await asyncio.to_thread(service.metrics.exposition), media_type=METRICS_TYPE)
 
     return routes
 

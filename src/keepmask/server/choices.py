@@ -7,7 +7,9 @@ from typing import Any
 
 from keepmask.engine.ticket import Ticket
 from keepmask.outputs import CompletionOutput
-from keepmask.wire.fields import JsonForm, mask_to_fields
+from keepmask.server.json_rows import MaskRows
+from keepmask.wire.fields import JsonForm
+from keepmask.wire.packed import pack
 
 __all__ = ["Usage", "mask_fields", "present", "version_spans"]
 
@@ -19,7 +21,13 @@ def present(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def mask_fields(output: CompletionOutput, form: JsonForm) -> dict[str, Any]:
     """`sampling_mask` and, in nested lists, `sampling_mask_logprobs`; empty without a mask."""
-    return {} if output.sampling_mask is None else mask_to_fields(output.sampling_mask, form)
+    mask = output.sampling_mask
+    if mask is None:
+        return {}
+    if form == "base64":
+        return {"sampling_mask": pack(mask)}
+    logprobs = {} if mask.logprobs is None else {"sampling_mask_logprobs": MaskRows(mask, of_logprobs=True)}
+    return {"sampling_mask": MaskRows(mask), **logprobs}
 
 
 def version_spans(output: CompletionOutput) -> list[dict[str, Any]] | None:

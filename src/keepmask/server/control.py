@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from keepmask.engine.engine_thread import PauseMode
+from keepmask.errors import RequestError
 from keepmask.server.schema import RequestId, Strict
 
 __all__ = [
     "AbortAnyRequest",
     "FinishWeightUpdate",
     "InitWeightTransfer",
+    "Pause",
     "RenameWeights",
     "StartWeightUpdate",
     "UpdateWeights",
     "WeightCheck",
+    "WeightsFromDisk",
+    "WorldSize",
 ]
 
 Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[ -~]+$")]
+Flag = Literal["true", "false"]
 Checksums = Annotated[dict[str, str], Field(max_length=100_000)]
 
 
@@ -66,8 +72,73 @@ class UpdateInfo(Strict):
 class UpdateWeights(Strict):
     """Body of /update_weights when the weights are in files; they can also be the body themselves."""
 
-    update_info: UpdateInfo | Annotated[list[UpdateInfo], Field(min_length=1, max_length=1024, fail_fast=True)]
+    update_info: (
+        UpdateInfo | Annotated[list[UpdateInfo], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    ) = None
     """One place or several."""
+    weight_dir: str | None = Field(None, min_length=1, max_length=4096)
+    """A place that holds all weights, as prime-rl sends it: start, update and finish in one."""
+
+    @property
+    def places(self) -> list[str]:
+        """The paths."""
+        if self.weight_dir is not None:
+            return [self.weight_dir]
+        infos = self.update_info if isinstance(self.update_info, list) else [self.update_info]
+        return [info.path for info in infos if info is not None]
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise RequestError("update_info: say where the weights are, by it or by weight_dir", param="update_info")
+        return self
+
+
+class WeightsFromDisk(Strict):
+    """Body of /update_weights_from_disk, SGLang's start, update and finish in one."""
+
+    model_path: str = Field(min_length=1, max_length=4096)
+    """A safetensors file, or a folder of them, in the server's folder for weights."""
+    weight_version: Version | None = None
+    """What the new weights are called."""
+    load_format: Literal["auto", "safetensors"] | None = None
+    """Files are safetensors."""
+    abort_all_requests: bool | None = False
+    """End the requests under way first."""
+    flush_cache: bool | None = True
+    """Without effect: what old weights computed is never used with new ones."""
+    keep_pause: bool | None = False
+    """Without effect: a pause lasts until it is ended."""
+    is_async: Literal[False] | None = None
+    """The answer comes when the weights are in place."""
+    token_step: int | None = None
+    """Without effect."""
+
+
+class Pause(Strict):
+    """Query of /pause."""
+
+    mode: PauseMode | None = None
+    """abort ends all requests, wait waits for them, keep freezes them."""
+    wait_for_inflight_requests: Flag | None = None
+    """true is mode wait, by its older name."""
+    clear_cache: Flag = "true"
+    """Forget cached prefixes, but with keep."""
+
+    @model_validator(mode="after")
+    def _say_the_same(self) -> Self:
+        if self.mode not in (None, "wait") and self.wait_for_inflight_requests == "true":
+            raise RequestError(
+                "wait_for_inflight_requests=true: is mode=wait by its older name; send one", param="mode"
+            )
+        return self
+
+
+class WorldSize(Strict):
+    """Query of /get_world_size."""
+
+    include_dp: Flag = "true"
+    """Without effect: there is one process."""
 
 
 class FinishWeightUpdate(Strict):

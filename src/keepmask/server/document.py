@@ -1,56 +1,41 @@
-"""The OpenAPI document: what each route takes and answers."""
+"""The OpenAPI document, from the routes and the models of their bodies.
+
+Written by hand: FastAPI makes one of the models in a handler's signature, but reads their bodies itself, without the
+limits of `body.py`. The schemas are pydantic's.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
 
+from keepmask import __version__
 from keepmask.params import SamplingParams
-from keepmask.server.control import (
-    AbortAnyRequest,
-    FinishWeightUpdate,
-    InitWeightTransfer,
-    RenameWeights,
-    StartWeightUpdate,
-    UpdateWeights,
-    WeightCheck,
-)
-from keepmask.server.schema import (
-    AbortRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
-from keepmask.server.sglang_schema import SGLangAbort, SGLangGenerate
+from keepmask.server.routing import BINARY, JSON, Taken
 
-__all__ = ["answers", "describe_api", "takes"]
+__all__ = ["describe_api"]
 
-_BODIES: tuple[type[BaseModel], ...] = (
-    GenerateRequest,
-    AbortRequest,
-    CompletionRequest,
-    ChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    SGLangGenerate,
-    SGLangAbort,
-    AbortAnyRequest,
-    InitWeightTransfer,
-    StartWeightUpdate,
-    UpdateWeights,
-    FinishWeightUpdate,
-    RenameWeights,
-    WeightCheck,
-)
-_WITH_SAMPLING = (CompletionRequest, ChatRequest)
-"""Bodies that hold sampling parameters side by side with their own fields."""
 _REFERENCE = "#/components/schemas/{model}"
+_REFUSALS = {
+    400: "The request cannot be served as it is",
+    401: "No valid API key",
+    403: "Switched off on this server, or not for this host",
+    404: "No such model",
+    406: "Not available in the form asked for",
+    408: "The body came too slowly",
+    409: "Not in this order",
+    413: "The body is too long",
+    415: "The body is not declared as JSON",
+    429: "Too much at once; try again",
+    431: "The headers are too long",
+    500: "The engine failed while answering",
+    503: "No requests are taken",
+}
 
 
 class Problem(BaseModel):
@@ -59,7 +44,7 @@ class Problem(BaseModel):
     message: str
     type: str
     param: str | None = Field(description="The field at fault, where one is")
-    code: int = Field(description="The HTTP status")
+    code: int | str = Field(description="The HTTP status, or what tells this error from others of it")
 
 
 class ErrorAnswer(BaseModel):
@@ -68,44 +53,61 @@ class ErrorAnswer(BaseModel):
     error: Problem
 
 
-def takes(body: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """The part of a route's description that says it takes this JSON body."""
-    schema = {"$ref": _REFERENCE.format(model=body.__name__)}
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
-
-
-def answers(*, stream: bool = False, media_type: str = "application/json") -> dict[int | str, dict[str, Any]]:
-    """The part of a route's description that says what it answers."""
-    ok: dict[str, Any] = {media_type: {}}
-    if stream:
-        ok["text/event-stream"] = {}
-    refusals = {
-        400: "The request cannot be served as it is",
-        401: "No valid API key",
-        403: "Switched off on this server",
-        404: "No such model",
-        406: "Not available in the form asked for",
-        409: "Not in this order",
-        413: "The body is too long",
-        415: "The body is not declared as JSON",
-        429: "Too much at once; try again",
-        431: "The headers are too long",
-        500: "The engine failed while answering",
-        503: "No requests are taken",
-    }
-    documented: dict[int | str, dict[str, Any]] = {200: {"description": "Done", "content": ok}}
-    return documented | {status: {"model": ErrorAnswer, "description": text} for status, text in refusals.items()}
-
-
-def describe_api(app: FastAPI) -> dict[str, Any]:
+def describe_api(routes: Iterable[Route]) -> dict[str, Any]:
     """The document, with the schemas of all bodies."""
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFERENCE)
-    sampling = definitions["$defs"][SamplingParams.__name__]["properties"]
-    for body in _WITH_SAMPLING:
-        schema = definitions["$defs"][body.__name__]
-        schema["properties"] = {name: field for name, field in sampling.items() if name != "detokenize"} | schema[
-            "properties"
-        ]
-    document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-    return document
+    paths: dict[str, Any] = {}
+    bodies: list[type[BaseModel]] = [ErrorAnswer]
+    for route in routes:
+        taken: Taken = vars(route.endpoint)["taken"]
+        (method,) = (route.methods or set()) - {"HEAD"}
+        paths.setdefault(route.path.replace(":path", ""), {})[method.lower()] = _operation(route, taken)
+        if taken.body is not None and taken.body not in bodies:
+            bodies.append(taken.body)
+    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
+    schemas: dict[str, Any] = definitions["$defs"]
+    for schema in schemas.values():
+        _flatten(schema, schemas[SamplingParams.__name__]["properties"])
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "keepmask",
+            "version": __version__,
+            "description": "Rollouts with the exact support of every token",
+        },
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+def _operation(route: Route, taken: Taken) -> dict[str, Any]:
+    """One method of one path."""
+    refusal = {"content": {JSON: {"schema": {"$ref": _REFERENCE.format(model=ErrorAnswer.__name__)}}}}
+    operation: dict[str, Any] = {
+        "tags": [taken.tag],
+        "operationId": f"{route.name}{route.path_format.replace('/', '_')}",
+        "description": inspect.getdoc(route.endpoint),
+        "responses": {
+            "200": {"description": "Done", "content": {media_type: {} for media_type in taken.media_types}},
+            **{str(status): {"description": text, **refusal} for status, text in _REFUSALS.items()},
+        },
+    }
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {}} for name in route.param_convertors]
+    if taken.query is not None:
+        properties = taken.query.model_json_schema()["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    if parameters:
+        operation["parameters"] = parameters
+    if taken.body is not None:
+        content: dict[str, Any] = {JSON: {"schema": {"$ref": _REFERENCE.format(model=taken.body.__name__)}}}
+        if taken.raw:
+            content[BINARY] = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": not taken.optional, "content": content}
+    return operation
+
+
+def _flatten(schema: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Show the sampling parameters where they stand on the wire: side by side with the other fields."""
+    if "params" in schema.get("properties", {}):
+        del schema["properties"]["params"]
+        schema["required"] = [name for name in schema.get("required", ()) if name != "params"]
+        schema["properties"] = sampling | schema["properties"]

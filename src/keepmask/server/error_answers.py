@@ -21,6 +21,7 @@ _TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     406: "NotAcceptableError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError",
@@ -32,7 +33,11 @@ _TYPES = {
 
 
 class ApiError(KeepmaskError):
-    """An answer other than 200. retry_after_s goes into the Retry-After header; close ends the connection."""
+    """An answer other than 200.
+
+    code: what tells it from others of its status. retry_after_s goes into the Retry-After header; close ends the
+    connection.
+    """
 
     def __init__(
         self,
@@ -40,11 +45,13 @@ class ApiError(KeepmaskError):
         message: str,
         *,
         param: str | None = None,
+        code: str | None = None,
         retry_after_s: int | None = None,
         close: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.retry_after_s, self.close = status, param, retry_after_s, close
+        self.status, self.param, self.code = status, param, code
+        self.retry_after_s, self.close = retry_after_s, close
 
 
 def describe(error: Exception) -> ApiError:
@@ -52,7 +59,7 @@ def describe(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=error.param)
+        return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, MaskError):
         return ApiError(400, str(error))
     if isinstance(error, EngineError):
@@ -66,7 +73,7 @@ def error_body(error: ApiError) -> bytes:
         "message": str(error),
         "type": _TYPES.get(error.status, "APIError"),
         "param": error.param,
-        "code": error.status,
+        "code": error.status if error.code is None else error.code,
     }
     return pydantic_core.to_json({"error": body})
 

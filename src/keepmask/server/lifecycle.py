@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from types import FrameType
@@ -10,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from keepmask.errors import ConfigError
-from keepmask.server.connection import Connection
+from keepmask.server.connection import Connection, connection_limit
 from keepmask.server.service import Service
 from keepmask.server.settings import ServerConfig
 
@@ -18,15 +19,24 @@ __all__ = ["DrainingServer", "build_server", "check_address"]
 
 _log = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 5.0  # for clients to take their answers once everything has been ended
+_MANY_CONNECTIONS = 4096
 _KEEP_ALIVE_S = 75  # longer than the pools of common HTTP clients keep idle connections
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first SIGTERM or SIGINT takes no more requests and finishes those under way; on the second, ends them."""
+    """On the first SIGTERM or SIGINT takes no more requests and finishes those under way, for as long as the
+    configuration lets it; on the second, stops at once.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+
+    @property
+    def exit_code(self) -> int:
+        """0 where everything begun was finished, 1 where it was not or the engine had failed."""
+        return int(self.force_exit or self._service.engine.crashed)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler: it may interrupt anything, so it only takes notes."""
@@ -35,11 +45,30 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called once `should_exit` was seen."""
-        _log.info("stopping; %d requests under way are finished first", len(self._service.tickets()))
+        tickets = self._service.tickets()
+        _log.info("stopping; %d requests under way are finished first, or a second signal ends them", len(tickets))
         self._service.drain()
+        loop, drain_s = asyncio.get_running_loop(), self._service.config.drain_timeout_s
+        timers = [loop.call_later(drain_s, self._end), loop.call_later(drain_s + _LAST_WORDS_S, self._force)]
         await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
         if self.force_exit:
-            _log.warning("stopped at once; %d requests were not finished", len(self._service.tickets()))
+            unfinished = len(self._service.tickets())
+            _log.warning("stopped at once; %d requests were not finished", unfinished)
+            for task in self.server_state.tasks:
+                task.cancel()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=1.0)
+
+    def _end(self) -> None:
+        """Answer what is still under way with what it has."""
+        _log.warning("%d requests took longer than drain_timeout_s", len(self._service.tickets()))
+        self._service.engine.abort(self._service.tickets())
+
+    def _force(self) -> None:
+        """Whoever still sends or takes nothing is left behind."""
+        self.force_exit = True
 
 
 def check_address(config: ServerConfig) -> None:
@@ -62,14 +91,17 @@ def check_address(config: ServerConfig) -> None:
 
 def build_server(app: ASGIApp, service: Service) -> DrainingServer:
     """The HTTP server for `app`, ready to `run`."""
-    config = service.config
+    config, most = service.config, connection_limit()
+    _log.info("up to %d connections at a time", most)
     return DrainingServer(
         uvicorn.Config(
             app,
             host=config.host,
             port=config.port,
             # h11's, for its bound on the size of headers, which httptools lacks
-            http=Connection,
+            http=type("LimitedConnection", (Connection,), {"most": most}),
+            # Out of file descriptors, asyncio lets clients wait, uvloop resets their connections.
+            loop="auto" if most > _MANY_CONNECTIONS else "asyncio",
             h11_max_incomplete_event_size=config.max_header_bytes,
             ws="none",
             lifespan="on",

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keepmask.outputs import CompletionOutput, Logprob
 
-__all__ = ["by_id", "by_text", "legacy", "prompt_entries"]
+__all__ = ["Entry", "by_id", "by_text", "legacy", "prompt_entries"]
 
 Entry = dict[int, Logprob]
 
 
 def by_id(output: CompletionOutput) -> dict[str, Any] | None:
-    """`{"content": [{token, token_id, logprob, top_logprobs}]}` with tokens named "token_id:<id>", as vLLM does."""
+    """vLLM's shape for token ids: `{"content": [{token_id, logprob, rank, top_logprobs}]}`. Each has a "token" too, as
+    "token_id:<id>".
+    """
     if output.logprobs is None:
         return None
     content = []
     for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
-        top = [_named_by_id(other, logprob.logprob) for other, logprob in entry.items()]
-        content.append({**_named_by_id(token_id, entry[token_id].logprob), "top_logprobs": top})
+        top = [_named_by_id(other, logprob) for other, logprob in entry.items()]
+        content.append({**_named_by_id(token_id, entry[token_id]), "top_logprobs": top})
     return {"content": content}
 
 
@@ -42,18 +44,27 @@ def by_text(output: CompletionOutput, *, top: int, as_ids: bool = False) -> dict
     return {"content": content}
 
 
-def legacy(output: CompletionOutput, *, text_offset: int, as_ids: bool = False) -> dict[str, Any] | None:
-    """OpenAI's completions shape: parallel lists. text_offset: characters of the tokens before the first."""
-    if output.logprobs is None:
-        return None
+def legacy(
+    token_ids: Sequence[int],
+    entries: Sequence[Entry | None],
+    *,
+    text_offset: int,
+    texts: Mapping[int, str],
+    as_ids: bool = False,
+) -> dict[str, Any]:
+    """OpenAI's completions shape: parallel lists. An entry is None for the first token of a prompt.
+
+    text_offset: characters of the tokens before the first. texts: of tokens without an entry, by their ids.
+    """
     names, offsets, values, tops = [], [], [], []
-    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
-        name = _name(token_id, entry[token_id], as_ids=as_ids)
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        of = Logprob(0.0, None, texts.get(token_id)) if entry is None else entry[token_id]
+        name = _name(token_id, of, as_ids=as_ids)
         names.append(name)
         offsets.append(text_offset)
         text_offset += len(name)
-        values.append(entry[token_id].logprob)
-        tops.append({_name(other, logprob, as_ids=as_ids): logprob.logprob for other, logprob in entry.items()})
+        values.append(None if entry is None else of.logprob)
+        tops.append(None if entry is None else {_name(*item, as_ids=as_ids): item[1].logprob for item in entry.items()})
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -68,8 +79,9 @@ def _prompt_entry(entry: Entry | None) -> dict[str, Any] | None:
     return {str(token_id): logprob._asdict() for token_id, logprob in entry.items()}
 
 
-def _named_by_id(token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob}
+def _named_by_id(token_id: int, logprob: Logprob) -> dict[str, Any]:
+    named = {"token": f"token_id:{token_id}", "token_id": token_id}
+    return {**named, "logprob": logprob.logprob, "rank": logprob.rank}
 
 
 def _named_by_text(token_id: int, logprob: Logprob, *, as_ids: bool) -> dict[str, Any]:

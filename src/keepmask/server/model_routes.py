@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from keepmask.server.body import read_json
-from keepmask.server.document import answers, takes
+from keepmask import __version__
+from keepmask.server.routing import Routes
 from keepmask.server.schema import DetokenizeRequest, TokenizeRequest
 from keepmask.server.service import Service
 from keepmask.server.stream import json_response
 
-__all__ = ["router"]
+__all__ = ["routes"]
 
 
-def router(service: Service) -> APIRouter:
+def routes(service: Service) -> Routes:
     """The routes."""
-    routes = APIRouter(tags=["model"])
+    found = Routes(service.bodies, "model")
 
     def card() -> dict[str, Any]:
         return {
@@ -31,28 +31,50 @@ def router(service: Service) -> APIRouter:
             "max_model_len": service.max_model_len,
         }
 
-    @routes.get("/v1/models", responses=answers())
-    async def models() -> Response:
+    @found.get("/v1/models")
+    async def models(_: Request) -> Response:
         """The served model, and how many tokens its context holds."""
         return json_response({"object": "list", "data": [card()]})
 
-    @routes.get("/v1/models/{model_name:path}", responses=answers())
-    async def model(model_name: str) -> Response:
+    @found.get("/v1/models/{model_name:path}")
+    async def model(request: Request) -> Response:
         """The model of this name."""
-        service.check_model(model_name)
+        service.check_model(request.path_params["model_name"])
         return json_response(card())
 
-    @routes.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers())
-    async def tokenize(request: Request) -> Response:
+    @found.get("/server_info", "/get_server_info", "/model_info", "/get_model_info")
+    async def server_info(_: Request) -> Response:
+        """What is served: by the names of SGLang and, in vllm_config, by those of vLLM."""
+        config = service.engine_config
+        return json_response(
+            {
+                "model_path": config.model,
+                "served_model_name": service.model_name,
+                "is_generation": True,
+                "context_length": service.max_model_len,
+                "weight_version": service.weight_version,
+                "version": __version__,
+                "vllm_config": {
+                    "model_config": {
+                        "model": config.model,
+                        "served_model_name": service.model_name,
+                        "max_model_len": service.max_model_len,
+                        "logprobs_mode": config.logprobs_mode,
+                        "return_sampling_mask": config.return_sampling_mask,
+                    },
+                    "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
+                    "weight_transfer_config": {"backend": "safetensors"},
+                },
+            }
+        )
+
+    @found.post("/tokenize", body=TokenizeRequest)
+    async def tokenize(_: Request, body: TokenizeRequest) -> Response:
         """The tokens of a text or conversation."""
-        body = await read_json(request, TokenizeRequest, service.config.max_body_bytes)
         service.check_model(body.model)
         if body.messages is not None:
             encoded = await service.texts.render(
-                [message.for_template() for message in body.messages],
-                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-                continue_final_message=body.continue_final_message,
-                add_special_tokens=bool(body.add_special_tokens),
+                body.messages, add_special_tokens=bool(body.add_special_tokens), template=body.rendering()
             )
         else:
             encoded = await service.texts.encode(
@@ -62,17 +84,15 @@ def router(service: Service) -> APIRouter:
             "count": len(encoded.token_ids),
             "max_model_len": service.max_model_len,
             "tokens": encoded.token_ids,
+            "token_strs": await service.texts.names(encoded.token_ids) if body.return_token_strs else None,
         }
-        if body.return_token_strs:
-            answer["token_strs"] = await service.texts.names(encoded.token_ids)
         return json_response(answer)
 
-    @routes.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers())
-    async def detokenize(request: Request) -> Response:
+    @found.post("/detokenize", body=DetokenizeRequest)
+    async def detokenize(_: Request, body: DetokenizeRequest) -> Response:
         """The text of tokens."""
-        body = await read_json(request, DetokenizeRequest, service.config.max_body_bytes)
         service.check_model(body.model)
         service.check_token_ids(body.tokens, param="tokens")
         return json_response({"prompt": await service.texts.decode(body.tokens)})
 
-    return routes
+    return found

@@ -4,90 +4,93 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from keepmask.engine.ticket import Ticket, follow
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
-from keepmask.server.body import read_sampling
 from keepmask.server.choices import Usage, mask_fields, present, version_spans
-from keepmask.server.document import answers, takes
-from keepmask.server.logprob_entries import by_text, legacy, prompt_entries
+from keepmask.server.logprob_entries import Entry, by_text, legacy, prompt_entries
+from keepmask.server.routing import EVENTS, JSON, Routes
 from keepmask.server.schema import ChatRequest, CompletionRequest, OpenAIFields
 from keepmask.server.service import Service
-from keepmask.server.stream import Attended, EventStream, answered, event, json_response
+from keepmask.server.stream import JsonAnswer, respond
 from keepmask.server.texts import Encoded
 
-__all__ = ["router"]
+__all__ = ["routes"]
 
-_NOT_TAKEN = ("detokenize",)  # these routes are about text
+_ELSEWHERE = dict.fromkeys(
+    ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+)
+"""What vLLM tells of other features, null without them."""
+_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
-def router(service: Service) -> APIRouter:
+def routes(service: Service) -> Routes:
     """The routes."""
-    routes = APIRouter(tags=["openai"])
+    found = Routes(service.bodies, "openai")
 
-    @routes.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(stream=True))
-    async def completions(request: Request) -> Response:
+    @found.post("/v1/completions", body=CompletionRequest, media_types=(JSON, EVENTS))
+    async def completions(request: Request, body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
-        body, fields = await read_sampling(
-            request, CompletionRequest, service.config.max_body_bytes, without=_NOT_TAKEN
-        )
-        params = SamplingParams(**fields)
+        params = body.params if body.max_tokens is None else body.params.replace(max_tokens=body.max_tokens or 1)
+        if body.echo and params.logprobs is not None and params.prompt_logprobs is None:
+            params = params.replace(prompt_logprobs=params.logprobs)
         prompts = await _prompts(service, body, params)
-        return await _answer(service, request, _Completions(service, body, params), prompts, param="prompt")
+        shape = _Completions(service, request, body, params)
+        if body.echo and params.logprobs is not None:
+            firsts = {prompt.token_ids[0] for prompt in prompts if prompt.token_ids}
+            shape.first_texts = {first: await service.texts.decode([first]) for first in firsts}
+        return await _answer(service, request, shape, prompts)
 
-    @routes.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(stream=True))
-    async def chat_completions(request: Request) -> Response:
+    @found.post("/v1/chat/completions", body=ChatRequest, media_types=(JSON, EVENTS))
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
-        body, fields = await read_sampling(request, ChatRequest, service.config.max_body_bytes, without=_NOT_TAKEN)
-        params = SamplingParams(
-            **fields,
+        params = body.params.replace(
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         prompt = await service.texts.render(
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=bool(body.add_special_tokens),
+            body.messages, add_special_tokens=bool(body.add_special_tokens), template=body.rendering()
         )
-        return await _answer(service, request, _Chat(service, body, params), [prompt], param="messages")
+        return await _answer(service, request, _Chat(service, request, body, params), [prompt])
 
-    return routes
+    return found
 
 
 async def _prompts(service: Service, body: CompletionRequest, params: SamplingParams) -> list[Encoded]:
-    """The prompts as text and tokens; those that came as tokens have no text."""
+    """The prompts as text and tokens; those that came as tokens have no text, but where it is asked for."""
     given: Any = body.prompt
     single = isinstance(given, str) or isinstance(given[0], int)
     prompts = [given] if single else given
     service.admission.check_count(len(prompts), params.n)
-    add_special_tokens = body.add_special_tokens is not False
-    return [
-        await service.texts.encode(prompt, add_special_tokens=add_special_tokens)
-        if isinstance(prompt, str)
-        else Encoded(None, prompt)
-        for prompt in prompts
-    ]
+    found = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encoded = await service.texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            service.check_token_ids(prompt, param="prompt")
+            encoded = Encoded(await service.texts.decode(prompt) if body.echo else None, prompt)
+        found.append(encoded)
+    return found
 
 
-async def _answer(
-    service: Service, request: Request, shape: _Shape, prompts: Sequence[Encoded], *, param: str
-) -> Response:
+async def _answer(service: Service, request: Request, shape: _Shape, prompts: Sequence[Encoded]) -> Response:
     """Queue the prompts, and answer whole or as it comes."""
     body = shape.body
     service.check_model(body.model)
     interval = (body.stream_interval or service.config.stream_interval) if body.stream else None
     orders = [
-        service.order(
+        await service.order(
             prompt.token_ids,
             shape.params,
-            param=param,
+            names=shape.names,
             prompt=prompt.text,
             cache_salt=body.cache_salt,
             stream_interval=interval,
@@ -95,11 +98,12 @@ async def _answer(
         for prompt in prompts
     ]
     tickets = service.submit(orders, shape.name)
-    if body.stream:
-        return EventStream(service.engine, tickets, shape.events(tickets), config=service.config)
-    async with Attended(service.engine, tickets, request.receive, timeout_s=service.config.request_timeout_s):
-        outputs = [await ticket.output() for ticket in tickets]
-    return await answered(outputs, lambda: json_response(shape.answer(outputs, tickets)))
+
+    def whole(outputs: Sequence[RequestOutput]) -> Response:
+        return JsonAnswer(service, shape.answer(outputs, tickets), name=shape.name)
+
+    events = shape.events(tickets) if body.stream else None
+    return await respond(service, request, tickets, name=shape.name, whole=whole, events=events)
 
 
 class _Shape(ABC):
@@ -108,10 +112,12 @@ class _Shape(ABC):
     prefix: str
     whole_object: str
     chunk_object: str
+    names: Mapping[str, str]
+    """What the route calls the engine's fields."""
 
-    def __init__(self, service: Service, body: OpenAIFields, params: SamplingParams) -> None:
+    def __init__(self, service: Service, request: Request, body: OpenAIFields, params: SamplingParams) -> None:
         self.body, self.params = body, params
-        self.name = body.request_id or service.new_name(self.prefix)
+        self.name = service.name(body.request_id, request.headers.get("x-request-id"), self.prefix)
         self._model, self._created = service.model_name, int(time.time())
         self._form = body.sampling_mask_format or service.config.mask_format
 
@@ -120,13 +126,14 @@ class _Shape(ABC):
         usage = Usage(tickets)
         choices = []
         for number, output in enumerate(outputs):
-            for completion in output.outputs:
+            for completion in map(self.shown, output.outputs):
                 usage.add(len(completion.token_ids))
                 choices.append(
                     {
                         "index": number * self.params.n + completion.index,
-                        **self.whole(completion),
+                        **self.whole(completion, output),
                         **self._common(completion),
+                        "routed_experts": None,
                         "seed": output.seed,
                         **self.of_prompt(output),
                     }
@@ -135,17 +142,19 @@ class _Shape(ABC):
             **self._head(self.whole_object),
             "choices": choices,
             "usage": usage.as_dict(),
+            **_ELSEWHERE,
             **self.of_request(outputs),
         }
 
-    async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[bytes]:
+    async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """The answer as it comes."""
         options = self.body.stream_options
         usage = Usage(tickets)
         head = self._head(self.chunk_object)
         begun: set[int] = set()
         async for chunks in follow(tickets):
-            for number, chunk in chunks:
+            for number, drawn in chunks:
+                chunk = self.shown(drawn)
                 usage.add(len(chunk.token_ids))
                 index = number * self.params.n + chunk.index
                 choice = {"index": index, **self.part(chunk, index), **self._common(chunk)}
@@ -156,12 +165,16 @@ class _Shape(ABC):
                     begun.add(index)
                 if options is not None and (options.include_usage or options.continuous_usage_stats):
                     data["usage"] = usage.as_dict() if options.continuous_usage_stats else None
-                yield event(data)
+                yield data
         if options is not None and options.include_usage:
-            yield event({**head, "choices": [], "usage": usage.as_dict()})
+            yield {**head, "choices": [], "usage": usage.as_dict()}
+
+    def shown(self, completion: CompletionOutput) -> CompletionOutput:
+        """What is shown of a completion, or of a chunk of one."""
+        return completion
 
     @abstractmethod
-    def whole(self, completion: CompletionOutput) -> dict[str, Any]:
+    def whole(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         """The text of a whole choice, with its log-probs."""
 
     @abstractmethod
@@ -189,40 +202,57 @@ class _Shape(ABC):
         return {
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-            **({"token_ids": output.token_ids} if with_ids else {}),
+            "token_ids": output.token_ids if with_ids else None,
             **mask_fields(output, self._form),
             **present({"weight_versions": version_spans(output)}),
         }
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        return present(
-            {
-                "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
-                "prompt_logprobs": prompt_entries(output.prompt_logprobs),
-            }
-        )
+        return {
+            "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
+            "prompt_logprobs": prompt_entries(output.prompt_logprobs),
+        }
 
 
 class _Completions(_Shape):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, body: CompletionRequest, params: SamplingParams) -> None:
-        super().__init__(service, body, params)
+    names = MappingProxyType({"prompt": "prompt", "prompt_token_ids": "prompt"})
+
+    def __init__(self, service: Service, request: Request, body: CompletionRequest, params: SamplingParams) -> None:
+        super().__init__(service, request, body, params)
+        self._echo, self._prompt_alone = bool(body.echo), body.max_tokens == 0
         self._as_ids = bool(body.return_tokens_as_token_ids)
+        self.first_texts: dict[int, str] = {}
+        """Texts of the first tokens of echoed prompts, which have no log-prob."""
         self._offsets: dict[int, int] = {}
 
-    def whole(self, completion: CompletionOutput) -> dict[str, Any]:
-        return self._text(completion, 0)
+    def shown(self, completion: CompletionOutput) -> CompletionOutput:
+        if not self._prompt_alone:
+            return completion
+        logprobs, mask = completion.logprobs and [], completion.sampling_mask and completion.sampling_mask[:0]
+        return replace(completion, text="", token_ids=[], logprobs=logprobs, sampling_mask=mask, weight_versions=[])
+
+    def whole(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        text, token_ids, entries = completion.text, completion.token_ids, completion.logprobs
+        if self._echo:
+            text = (output.prompt or "") + text
+            if entries is not None:
+                token_ids = output.prompt_token_ids + token_ids
+                entries = [*(output.prompt_logprobs or ()), *entries]
+        return {"text": text, "logprobs": self._logprobs(token_ids, entries, 0)}
 
     def part(self, chunk: CompletionOutput, index: int) -> dict[str, Any]:
-        part = self._text(chunk, self._offsets.get(index, 0))
-        if part["logprobs"] is not None:
-            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, part["logprobs"]["tokens"]))
-        return part
+        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets.get(index, 0))
+        if logprobs is not None:
+            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, logprobs["tokens"]))
+        return {"text": chunk.text, "logprobs": logprobs}
 
     def begin(self, data: dict[str, Any], choice: dict[str, Any], ticket: Ticket) -> None:
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = ticket.order.prompt_token_ids
+        if self._echo:
+            choice["text"] = (ticket.order.prompt or "") + choice["text"]
 
     def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         return self._prompt_fields(output)
@@ -230,20 +260,28 @@ class _Completions(_Shape):
     def of_request(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {}
 
-    def _text(self, output: CompletionOutput, offset: int) -> dict[str, Any]:
-        return {"text": output.text, "logprobs": legacy(output, text_offset=offset, as_ids=self._as_ids)}
+    def _logprobs(
+        self, token_ids: Sequence[int], entries: Sequence[Entry | None] | None, offset: int
+    ) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        return legacy(token_ids, entries, text_offset=offset, as_ids=self._as_ids, texts=self.first_texts)
 
 
 class _Chat(_Shape):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, params: SamplingParams) -> None:
-        super().__init__(service, body, params)
+    def __init__(self, service: Service, request: Request, body: ChatRequest, params: SamplingParams) -> None:
+        super().__init__(service, request, body, params)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._top = body.top_logprobs or 0
+        self.names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+        if body.max_completion_tokens:
+            self.names |= {"max_tokens": "max_completion_tokens"}
 
-    def whole(self, completion: CompletionOutput) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": completion.text}, "logprobs": self._logprobs(completion)}
+    def whole(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": completion.text, **_MESSAGE}
+        return {"message": message, "logprobs": self._logprobs(completion)}
 
     def part(self, chunk: CompletionOutput, index: int) -> dict[str, Any]:
         return {"delta": {"content": chunk.text}, "logprobs": self._logprobs(chunk)}
@@ -257,7 +295,7 @@ class _Chat(_Shape):
         return {}
 
     def of_request(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return self._prompt_fields(outputs[0])
+        return {**self._prompt_fields(outputs[0]), "prompt_text": None}
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         return by_text(output, top=self._top, as_ids=self._as_ids)

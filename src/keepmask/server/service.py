@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from keepmask.engine.core import Engine
@@ -13,15 +15,19 @@ from keepmask.engine.engine_thread import EngineThread
 from keepmask.engine.ticket import Order, Ticket
 from keepmask.errors import RequestError
 from keepmask.params import SamplingParams
+from keepmask.server.body import Bodies
 from keepmask.server.error_answers import ApiError
 from keepmask.server.prometheus import Metrics
 from keepmask.server.settings import ServerConfig
 from keepmask.server.texts import Texts
-from keepmask.server.work_limits import Admission
+from keepmask.server.work_limits import Admission, Charge
 
 __all__ = ["Service"]
 
+_log = logging.getLogger(__name__)
+
 _DRAIN_RETRY_S = 5
+_NAME = re.compile(r"[ -~]{1,256}")
 
 
 class Service:
@@ -38,6 +44,7 @@ class Service:
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.runner.vocab_size
         self.started_s = int(time.time())
+        self.bodies = Bodies(config.max_body_bytes, ignore_unknown=config.ignore_unknown_fields)
         self.admission = Admission(config, engine.config)
         self.metrics = Metrics(engine.stats, model_name=self.model_name, vocab_size=self.vocab_size)
         self.texts = Texts(engine.tokenizer, max_model_len=engine.max_model_len)
@@ -76,31 +83,35 @@ class Service:
                 param=param,
             )
 
-    def order(
+    async def order(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        param: str,
+        names: Mapping[str, str],
         prompt: str | None = None,
         cache_salt: str | None = None,
         stream_interval: int | None = None,
     ) -> Order:
         """The request with every default resolved.
 
-        param: the field that brought the prompt. Raises RequestError for what this engine cannot do.
+        names: what the client calls the field that brought the prompt (as "prompt"), and fields of `SamplingParams` it
+        has other names for. Raises RequestError for what this engine cannot do.
         """
         if stream_interval is not None and params.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs: are not part of a stream; send the request with stream=false",
                 param="prompt_logprobs",
             )
+        self.check_token_ids(prompt_token_ids, param=names["prompt"])
         try:
-            resolved = self.engine.engine.resolve(prompt_token_ids, params)
+            self._check_length(len(prompt_token_ids), params.max_tokens)
+            resolve = partial(self.engine.engine.resolve, prompt_token_ids, params)
+            # Spelling words out takes as long as they are many.
+            resolved = await asyncio.to_thread(resolve) if params.bad_words else resolve()
         except RequestError as error:
-            if error.param not in ("prompt", "prompt_token_ids"):
-                raise
-            raise error.renamed(param) from None
+            name = names.get(error.param or "")
+            raise error.renamed(name) if name else error from None
         return Order(
             prompt_token_ids=list(prompt_token_ids),
             params=resolved,
@@ -108,6 +119,22 @@ class Service:
             cache_salt=cache_salt or "",
             stream_interval=stream_interval,
         )
+
+    def _check_length(self, prompt_len: int, max_tokens: int | None) -> None:
+        """Raise RequestError, in the words and with the code that clients look for, where the context is too short."""
+        room, code = self.max_model_len - prompt_len, "context_length_exceeded"
+        context = f"this model's maximum context length is {self.max_model_len} tokens"
+        if room < 1:
+            raise RequestError(
+                f"prompt: {context}, and the prompt has {prompt_len}; shorten it", param="prompt", code=code
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise RequestError(
+                f"max_tokens={max_tokens}: {context}, of which the prompt of {prompt_len} leaves {room}; lower it, or "
+                "give null to fill the context",
+                param="max_tokens",
+                code=code,
+            )
 
     def submit(self, orders: Sequence[Order], names: str | Sequence[str]) -> list[Ticket]:
         """Queue the orders of one request, under one name or each under its own.
@@ -119,14 +146,27 @@ class Service:
             raise ApiError(503, "this server waits for its weights: send them by /update_weights and finish the update")
         self.admission.check(orders)
         news = asyncio.Event()
-        tickets = [self.engine.submit(order, news) for order in orders]
-        each = [names] * len(tickets) if isinstance(names, str) else names
-        for ticket, name in zip(tickets, each, strict=True):
-            self._names.setdefault(name, []).append(ticket)
-            self.admission.enter(ticket)
-            self.metrics.watch(ticket)
-            ticket.on_end(partial(self._forget, name, ticket))
-        return tickets
+        each = [names] * len(orders) if isinstance(names, str) else names
+        return [self._submit(order, name, news) for order, name in zip(orders, each, strict=True)]
+
+    def _submit(self, order: Order, name: str, news: asyncio.Event) -> Ticket:
+        charge = self.admission.enter(order)
+        try:
+            ticket = self.engine.submit(order, news, partial(self._on_step, charge))
+        except BaseException:
+            charge.leave()
+            raise
+        self._names.setdefault(name, []).append(ticket)
+        self.metrics.watch(ticket)
+        ticket.on_end(partial(self._on_end, name, ticket, charge))
+        return ticket
+
+    def _on_step(self, charge: Charge, ticket: Ticket) -> str | None:
+        """On the engine's thread: count what a step brought; why the request has to end, where it has."""
+        self.metrics.on_step(ticket)
+        assert ticket.request is not None
+        supports = [each.supports for each in ticket.request.completions if each.supports is not None]
+        return charge.cover(sum(each.num_ids for each in supports)) if supports else None
 
     def tickets(self, names: Sequence[str] | None = None) -> list[Ticket]:
         """Unfinished tickets of the requests with these names, or of all."""
@@ -140,13 +180,22 @@ class Service:
         if self.engine.paused:
             self.engine.abort(self.tickets())
 
-    @staticmethod
-    def new_name(prefix: str) -> str:
-        """A name for a request whose client gave none."""
-        return f"{prefix}-{secrets.token_hex(16)}"
+    def name(self, given: str | None, header: str | None, prefix: str) -> str:
+        """What the request is called: as its body says, as its X-Request-Id header says, or as nobody else is."""
+        if given is None and header is not None and _NAME.fullmatch(header):
+            return header
+        return given or f"{prefix}-{secrets.token_hex(16)}"
 
-    def _forget(self, name: str, ticket: Ticket) -> None:
+    def _on_end(self, name: str, ticket: Ticket, charge: Charge) -> None:
+        charge.leave()
         tickets = self._names[name]
         tickets.remove(ticket)
         if not tickets:
             del self._names[name]
+        if _log.isEnabledFor(logging.DEBUG):
+            request, took_s = ticket.request, time.monotonic() - ticket.times.submitted_s
+            ended = (
+                [(len(each.token_ids), each.finish_reason) for each in request.completions] if request else "refused"
+            )
+            prompt_len = len(ticket.order.prompt_token_ids)
+            _log.debug("request %s: prompt of %d tokens, ended with %s after %.3f s", name, prompt_len, ended, took_s)

@@ -34,7 +34,7 @@ class ServerConfig(BaseModel):
     """Tokens in one chunk of a stream; the first and the last chunk may hold fewer."""
     max_waiting: int = Field(1024, ge=0)
     """Most completions that wait for a place in the batch; further requests are answered 429."""
-    max_completions_per_request: int = Field(256, ge=1)
+    max_completions_per_request: int = Field(1024, ge=1)
     """Most prompts times n in one request."""
     max_tokens_per_request: int = Field(2**21, ge=1)
     """Most prompts times n times max_tokens in one request."""
@@ -48,6 +48,13 @@ class ServerConfig(BaseModel):
     """Requests that take longer end with what they have and finish_reason abort; by default none does."""
     write_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
     """A client that takes nothing of its stream for this long is given up."""
+    drain_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    """Told to stop, the server finishes what was begun for this long; then it ends it, answered with what it has."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names by which the server may be called where no key is set, beside localhost, its addresses and `host`: what a
+    page in a browser makes of a name of its own is refused."""
+    ignore_unknown_fields: bool = False
+    """Warn of unknown fields of requests, once each, instead of refusing them."""
     enable_weight_updates: bool = False
     """Open the routes that pause generation and change the weights; needs an API key."""
     weights_dir: str | None = Field(None, min_length=1)

@@ -1,35 +1,34 @@
-"""`/generate` and `/abort_request`: SGLang's routes, for clients of that shape (slime, miles)."""
+"""`/generate` and what goes with it: SGLang's routes, for clients of that shape (slime, miles)."""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from fastapi import APIRouter, Request
-from pydantic import ValidationError
+import pydantic_core
+from starlette.requests import Request
 from starlette.responses import Response
 
-from keepmask.engine.ticket import Order, Ticket, follow, joined
+from keepmask.engine.ticket import Ticket, follow, joined
 from keepmask.errors import RequestError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import CompletionOutput, Logprob, RequestOutput
 from keepmask.params import SamplingParams
-from keepmask.server.body import read_json
 from keepmask.server.choices import present, version_spans
-from keepmask.server.document import answers, takes
 from keepmask.server.error_answers import ApiError
+from keepmask.server.json_rows import MaskRows
+from keepmask.server.routing import EVENTS, JSON, Routes
 from keepmask.server.service import Service
-from keepmask.server.sglang_schema import CustomParams, SGLangAbort, SGLangGenerate
-from keepmask.server.stream import Attended, EventStream, answered, event, json_response
+from keepmask.server.sglang_schema import SGLangAbort, SGLangGenerate, SGLangSampling
+from keepmask.server.stream import JsonAnswer, json_response, respond
 from keepmask.server.texts import Encoded
-from keepmask.wire.fields import mask_to_fields
 
-__all__ = ["router"]
+__all__ = ["routes"]
 
 _NO_TOP_K = 1 << 30  # how SGLang writes "off"
-_DEFAULT_MAX_TOKENS = 128
 _OURS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -37,52 +36,68 @@ _OURS = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
-_TAKEN = {
-    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "n", "ignore_eos", "skip_special_tokens", "logit_bias", "sampling_semantics"),
-    *_OURS,
+_NOT_DRAWN_WITH = {
+    name for name in SGLangSampling.model_fields if _OURS.get(name, name) not in SamplingParams.model_fields
 }
-_IGNORED = ("spaces_between_special_tokens",)
-"""Without effect on fast tokenizers, the only ones there are."""
 
 
-def router(service: Service) -> APIRouter:
+class _Asked(NamedTuple):
+    """What the answer to one prompt has to tell."""
+
+    params: SamplingParams
+    logprobs: bool
+    top: int
+    prompt_from: int | None
+    """First position of the prompt to tell log-probs of."""
+    mask: bool
+    whole_supports: bool
+    no_tokens: bool
+    """The prompt alone is scored."""
+
+
+def routes(service: Service) -> Routes:
     """The routes."""
-    routes = APIRouter(tags=["sglang"])
+    found = Routes(service.bodies, "sglang")
 
-    @routes.post("/generate", openapi_extra=takes(SGLangGenerate), responses=answers(stream=True))
-    async def generate(request: Request) -> Response:
+    @found.post("/generate", body=SGLangGenerate, media_types=(JSON, EVENTS))
+    async def generate(request: Request, body: SGLangGenerate) -> Response:
         """Complete one prompt or several."""
-        body = await read_json(request, SGLangGenerate, service.config.max_body_bytes)
         prompts, single = await _prompts(service, body)
-        params = _params(body, len(prompts))
-        interval = service.config.stream_interval if body.stream else None
+        asked = _asked(body, len(prompts))
+        salts = _each(body.cache_salt or body.extra_key, len(prompts), "cache_salt")
+        sampling = body.sampling_params[0] if isinstance(body.sampling_params, list) else body.sampling_params
+        interval = (sampling and sampling.stream_interval) or service.config.stream_interval
+        prompt_name = "text" if body.input_ids is None else "input_ids"
         orders = [
-            _order(
-                service, prompt, each, stream_interval=interval, param="text" if body.input_ids is None else "input_ids"
+            await service.order(
+                prompt.token_ids,
+                each.params,
+                names={
+                    **_THEIRS,
+                    "prompt": prompt_name,
+                    "prompt_token_ids": prompt_name,
+                    "logprobs": "top_logprobs_num",
+                },
+                prompt=prompt.text,
+                cache_salt=salt,
+                stream_interval=interval if body.stream else None,
             )
-            for prompt, each in zip(prompts, params, strict=True)
+            for prompt, each, salt in zip(prompts, asked, salts, strict=True)
         ]
-        names = _names(body.rid, len(prompts), service)
+        name = service.name(None, request.headers.get("x-request-id"), "sgl")
+        names = _names(body.rid or name, len(prompts))
         tickets = service.submit(orders, names)
-        shape = _Shape(service, body, names)
-        single = single and orders[0].params.n == 1
-        if body.stream:
-            return EventStream(service.engine, tickets, shape.events(tickets, single=single), config=service.config)
-        async with Attended(service.engine, tickets, request.receive, timeout_s=service.config.request_timeout_s):
-            outputs = [await ticket.output() for ticket in tickets]
+        shape = _Shape(service, body, names, asked, single=single and asked[0].params.n == 1)
 
-        def build() -> Response:
-            found = [shape.whole(output, number, tickets[number]) for number, output in enumerate(outputs)]
-            flat = [each for one in found for each in one]
-            return json_response(flat[0] if single else flat)
+        def whole(outputs: Sequence[RequestOutput]) -> Response:
+            return JsonAnswer(service, shape.answer(outputs, tickets), name=name)
 
-        return await answered(outputs, build)
+        events = shape.events(tickets) if body.stream else None
+        return await respond(service, request, tickets, name=names[0], whole=whole, events=events)
 
-    @routes.post("/abort_request", openapi_extra=takes(SGLangAbort), responses=answers())
-    async def abort_request(request: Request) -> Response:
+    @found.post("/abort_request", body=SGLangAbort)
+    async def abort_request(_: Request, body: SGLangAbort) -> Response:
         """End requests; each is answered with what it has."""
-        body = await read_json(request, SGLangAbort, service.config.max_body_bytes)
         if body.abort_all and not service.config.enable_weight_updates:
             raise ApiError(
                 403, "abort_all: ends the requests of others; start the server with --enable-weight-updates to allow it"
@@ -90,13 +105,23 @@ def router(service: Service) -> APIRouter:
         service.engine.abort(service.tickets(None if body.abort_all else [body.rid]))
         return json_response({})
 
-    return routes
+    @found.get("/health_generate")
+    async def health_generate(_: Request) -> Response:
+        """200 once a token has been drawn, unless generation is paused."""
+        service.check_ready()
+        if not service.engine.paused:
+            order = await service.order([0], SamplingParams(max_tokens=1, detokenize=False), names={"prompt": "prompt"})
+            (ticket,) = service.submit([order], service.name(None, None, "health"))
+            await ticket.output()
+        return json_response({})
+
+    return found
 
 
 async def _prompts(service: Service, body: SGLangGenerate) -> tuple[list[Encoded], bool]:
     """The prompts, and whether the answer is one object and not a list."""
-    if body.text is not None:
-        texts = [body.text] if isinstance(body.text, str) else body.text
+    if body.input_ids is None:
+        texts = [body.text] if isinstance(body.text, str) else body.text or []
         service.admission.check_count(len(texts), 1)
         return [await service.texts.encode(text, param="text") for text in texts], isinstance(body.text, str)
     given: Any = body.input_ids
@@ -104,99 +129,96 @@ async def _prompts(service: Service, body: SGLangGenerate) -> tuple[list[Encoded
     return [Encoded(None, token_ids) for token_ids in ([given] if single else given)], single
 
 
-def _names(rid: str | Sequence[str] | None, count: int, service: Service) -> list[str]:
+def _names(rid: str | Sequence[str], count: int) -> list[str]:
     """A name for each prompt: those given, or one given as the beginning of each, as in SGLang."""
     if isinstance(rid, str):
         return [rid] if count == 1 else [f"{rid}_{number}" for number in range(count)]
-    if rid is not None and len(rid) != count:
-        raise RequestError(f"rid: {len(rid)} names for {count} prompts; give each one", param="rid")
-    return list(rid) if rid is not None else [service.new_name("sgl") for _ in range(count)]
+    return _each(rid, count, "rid")
 
 
-def _order(
-    service: Service, prompt: Encoded, params: SamplingParams, *, stream_interval: int | None, param: str
-) -> Order:
-    try:
-        return service.order(prompt.token_ids, params, param=param, prompt=prompt.text, stream_interval=stream_interval)
-    except RequestError as error:
-        raise _by_their_name(error) from None
+def _each(given: Any, count: int, name: str) -> list[Any]:
+    """One for each prompt, where one may be given for all. Raises RequestError for another number."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{name}: {len(given)} for {count} prompts; give each one", param=name)
+    return given
 
 
-def _params(body: SGLangGenerate, count: int) -> list[SamplingParams]:
-    """Our parameters for each prompt."""
-    given = body.sampling_params or {}
-    each = given if isinstance(given, list) else [given] * count
-    if len(each) != count:
-        raise RequestError(f"sampling_params: {len(each)} for {count} prompts; give each one", param="sampling_params")
-    with_logprobs = body.return_logprob or body.return_sampling_mask
-    asked: dict[str, Any] = {
-        "logprobs": body.top_logprobs_num or 0 if with_logprobs else None,
-        "return_sampling_mask": bool(body.return_sampling_mask),
-        "return_sampling_mask_logprobs": bool(body.return_sampling_mask) and body.sampling_logprobs_mode == "support",
+def _asked(body: SGLangGenerate, count: int) -> list[_Asked]:
+    """What is asked for each prompt."""
+    names = ("sampling_params", "return_logprob", "top_logprobs_num", "logprob_start_len", "return_sampling_mask")
+    columns = [_each(getattr(body, name), count, name) for name in (*names, "sampling_logprobs_mode")]
+    return [_one_asked(*row) for row in zip(*columns, strict=True)]
+
+
+def _one_asked(
+    given: SGLangSampling | None,
+    logprobs: bool | None,
+    top: int | None,
+    start: int | None,
+    with_mask: bool | None,
+    mode: str | None,
+) -> _Asked:
+    given = given or SGLangSampling.model_validate({})
+    custom = given.custom_params
+    mask = bool(with_mask) or (custom is not None and custom.return_top_p_token_ids)
+    prompt_from = start if logprobs and start is not None and start >= 0 else None
+    fields = {
+        _OURS.get(name, name): value for name, value in given if name not in _NOT_DRAWN_WITH and value is not None
     }
-    if body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0:
-        asked["prompt_logprobs"] = body.top_logprobs_num or 0
-    return [_translated(one, asked) for one in each]
-
-
-def _translated(given: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams:
-    """Our parameters from SGLang's, which write null for what they leave open."""
-    fields = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
-    asked = {**asked, "return_sampling_mask": asked["return_sampling_mask"] or _wants_top_p_ids(given)}
-    for name in fields:
-        if name not in _TAKEN and name != "custom_params":
-            legal = ", ".join(sorted(_TAKEN))
-            raise RequestError(
-                f"sampling_params.{name[:80]}: not known, or not supported; known are {legal}", param=name[:80]
-            )
-    fields.pop("custom_params", None)
+    fields["max_tokens"] = given.max_new_tokens or (None if given.max_new_tokens is None else 1)
     if fields.get("top_k") == _NO_TOP_K:
         fields["top_k"] = 0
-    ours = {_OURS.get(name, name): value for name, value in fields.items()}
     try:
-        params = SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **ours}, **asked)
+        params = SamplingParams(
+            **fields,
+            logprobs=top or 0 if logprobs or with_mask else None,
+            prompt_logprobs=None if prompt_from is None else top or 0,
+            return_sampling_mask=mask,
+            return_sampling_mask_logprobs=bool(with_mask) and mode == "support",
+        )
     except RequestError as error:
-        raise _by_their_name(error) from None
-    if asked["return_sampling_mask"] and not (params.truncates or params.greedy):
+        name = _THEIRS.get(error.param or "")
+        raise error.renamed(name) if name else error from None
+    if mask and not (params.truncates or params.greedy):
         raise RequestError(
-            "return_sampling_mask=true: SGLang lists every id of a support, here the whole vocabulary for each token; "
-            "set top_k, top_p or min_p",
+            "top_k: SGLang lists every id of a support, here the whole vocabulary for each token; set top_k, top_p or "
+            "min_p with return_sampling_mask",
             param="top_k",
         )
-    return params
-
-
-def _wants_top_p_ids(given: Mapping[str, Any]) -> bool:
-    custom = given.get("custom_params")
-    if custom is None:
-        return False
-    try:
-        return CustomParams.model_validate(custom).return_top_p_token_ids
-    except ValidationError:
-        raise RequestError(
-            f"custom_params={str(custom)[:80]}: only return_top_p_token_ids, true or false, is known",
-            param="custom_params",
-        ) from None
-
-
-def _by_their_name(error: RequestError) -> RequestError:
-    """The error with SGLang's name of the field."""
-    return error.renamed(_THEIRS[error.param]) if error.param in _THEIRS else error
+    return _Asked(
+        params=params,
+        logprobs=bool(logprobs),
+        top=top or 0,
+        prompt_from=prompt_from,
+        mask=bool(with_mask),
+        whole_supports=mode == "support",
+        no_tokens=given.max_new_tokens == 0,
+    )
 
 
 class _Shape:
-    """Builds the answers."""
+    """Builds the answers. single: one object, where others are lists."""
 
-    def __init__(self, service: Service, body: SGLangGenerate, names: Sequence[str]) -> None:
-        self._body, self._names = body, names
-        self._whole_vocabulary = range(service.vocab_size)
+    def __init__(
+        self, service: Service, body: SGLangGenerate, names: Sequence[str], asked: Sequence[_Asked], *, single: bool
+    ) -> None:
+        self._body, self._names, self._asked, self._single = body, names, asked, single
+        self._vocab_size = service.vocab_size
+        self._max_mask_bytes = service.engine_config.max_mask_bytes_per_request
         self._began_s = time.monotonic()
 
-    def whole(self, output: RequestOutput, number: int, ticket: Ticket) -> list[dict[str, Any]]:
-        """The answer to one prompt, one object a completion."""
-        return [self._one(completion, number, ticket, output.prompt_logprobs) for completion in output.outputs]
+    def answer(self, outputs: Sequence[RequestOutput], tickets: Sequence[Ticket]) -> Any:
+        """The answer to all prompts, one object a completion."""
+        found = [
+            self._one(completion, number, tickets[number], output.prompt_logprobs)
+            for number, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return found[0] if self._single else found
 
-    async def events(self, tickets: Sequence[Ticket], *, single: bool) -> AsyncIterator[bytes]:
+    async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """With every chunk, everything so far of its completion."""
         so_far: dict[tuple[int, int], CompletionOutput] = {}
         n = tickets[0].order.params.n
@@ -205,78 +227,108 @@ class _Shape:
                 key = (number, chunk.index)
                 so_far[key] = joined([so_far[key], chunk]) if key in so_far else chunk
                 data = self._one(so_far[key], number, tickets[number], None)
-                yield event(data if single else {**data, "index": number * n + chunk.index})
+                yield data if self._single else {**data, "index": number * n + chunk.index}
 
     def _one(
         self,
         output: CompletionOutput,
         number: int,
         ticket: Ticket,
-        prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
+        prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None,
     ) -> dict[str, Any]:
-        order = ticket.order
+        asked, prompt = self._asked[number], ticket.order.prompt_token_ids
+        if asked.no_tokens:
+            mask, logprobs = output.sampling_mask and output.sampling_mask[:0], output.logprobs and []
+            output = replace(output, text="", token_ids=[], logprobs=logprobs, sampling_mask=mask)
+        output = self._within_budget(output, asked)
         meta: dict[str, Any] = {
             "id": self._names[number],
             "finish_reason": _finish_reason(output),
-            "prompt_tokens": len(order.prompt_token_ids),
+            "prompt_tokens": len(prompt),
             "completion_tokens": len(output.token_ids),
             "cached_tokens": ticket.num_cached_tokens,
+            "cached_tokens_details": {"device": ticket.num_cached_tokens, "host": 0},
+            "reasoning_tokens": 0,
+            "num_retractions": 0,
+            "dp_rank": None,
             "e2e_latency": time.monotonic() - self._began_s,
             **present({"weight_versions": version_spans(output)}),
         }
         if output.weight_versions:
             meta["weight_version"] = output.weight_versions[-1].version
-        if self._body.return_logprob:
-            meta |= self._logprobs(output, order, prompt_logprobs)
-        if self._body.return_sampling_mask and output.sampling_mask is not None:
-            meta |= self._mask(output, output.sampling_mask)
+        if asked.logprobs:
+            meta |= self._logprobs(output, asked, prompt, prompt_logprobs)
+        if asked.mask and output.sampling_mask is not None:
+            meta |= self._mask(output, output.sampling_mask, asked)
         elif output.sampling_mask is not None and output.finish_reason is not None:
             meta |= _top_p_ids(output.sampling_mask)
-        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+        ids = {"prompt_token_ids": prompt} if self._body.return_prompt_token_ids else {}
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta, **ids}
+
+    def _within_budget(self, output: CompletionOutput, asked: _Asked) -> CompletionOutput:
+        """The output, or its failure where its supports, with the whole vocabulary listed, go beyond the budget."""
+        mask = output.sampling_mask
+        if mask is None or not asked.mask:
+            return output
+        num_ids = mask.ids.size + self._vocab_size * int((mask.counts == 0).sum())
+        if 4 * num_ids <= self._max_mask_bytes:
+            return output
+        reason = (
+            f"the supports list {num_ids} ids, more than max_mask_bytes_per_request={self._max_mask_bytes} allows: "
+            "SGLang lists those of the whole vocabulary too; lower top_p or top_k"
+        )
+        return replace(output, sampling_mask=None, finish_reason="error", stop_reason=reason)
 
     def _logprobs(
-        self, output: CompletionOutput, order: Order, prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
+        self,
+        output: CompletionOutput,
+        asked: _Asked,
+        prompt: Sequence[int],
+        prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None,
     ) -> dict[str, Any]:
-        entries = output.logprobs or []
+        drawn = list(zip(output.token_ids, output.logprobs or [], strict=True))
         found: dict[str, Any] = {
-            "output_token_logprobs": [
-                self._entry(entry[token_id], token_id)
-                for token_id, entry in zip(output.token_ids, entries, strict=True)
-            ]
+            "input_token_logprobs": [],
+            "output_token_logprobs": [self._entry(token_id, entry[token_id]) for token_id, entry in drawn],
+            "output_token_logprobs_length": len(drawn),
         }
-        if self._body.top_logprobs_num:
-            found["output_top_logprobs"] = [self._top(entry) for entry in entries]
+        if asked.top:
+            found["output_top_logprobs"] = [self._top(entry, asked.top) for _, entry in drawn]
         if prompt_logprobs is not None:
-            start = self._body.logprob_start_len or 0
-            prompt = list(zip(order.prompt_token_ids, prompt_logprobs, strict=True))[start:]
+            scored = list(zip(prompt, prompt_logprobs, strict=True))[asked.prompt_from :]
             found["input_token_logprobs"] = [
-                [None, token_id, None] if entry is None else self._entry(entry[token_id], token_id)
-                for token_id, entry in prompt
+                [None, token_id, None] if entry is None else self._entry(token_id, entry[token_id])
+                for token_id, entry in scored
             ]
-            if self._body.top_logprobs_num:
-                found["input_top_logprobs"] = [None if entry is None else self._top(entry) for _, entry in prompt]
+            if asked.top:
+                found["input_top_logprobs"] = [
+                    None if entry is None else self._top(entry, asked.top) for _, entry in scored
+                ]
         return found
 
-    def _top(self, entry: Mapping[int, Logprob]) -> list[list[Any]]:
-        likely = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: self._body.top_logprobs_num]
-        return [self._entry(logprob, token_id) for token_id, logprob in likely]
+    def _top(self, entry: Mapping[int, Logprob], top: int) -> list[list[Any]]:
+        likely = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:top]
+        return [self._entry(*item) for item in likely]
 
-    def _entry(self, logprob: Logprob, token_id: int) -> list[Any]:
+    def _entry(self, token_id: int, logprob: Logprob) -> list[Any]:
         return [logprob.logprob, token_id, logprob.decoded_token if self._body.return_text_in_logprobs else None]
 
-    def _mask(self, output: CompletionOutput, mask: SamplingMask) -> dict[str, Any]:
-        fields = mask_to_fields(mask)
-        rows = [row or list(self._whole_vocabulary) for row in fields["sampling_mask"]]
-        if self._body.sampling_logprobs_mode == "support":
-            logprobs = fields["sampling_mask_logprobs"]
-        else:
+    def _mask(self, output: CompletionOutput, mask: SamplingMask, asked: _Asked) -> dict[str, Any]:
+        logprobs: Any = MaskRows(mask, of_logprobs=True)
+        if not asked.whole_supports:
             entries = zip(output.token_ids, output.logprobs or [], strict=True)
             logprobs = [entry[token_id].logprob for token_id, entry in entries]
         return {
-            "output_token_sampling_mask": rows,
+            "output_token_sampling_mask": MaskRows(mask, whole_row=self._whole_row(mask)),
             "output_token_sampling_logprobs": logprobs,
-            "output_token_sampling_mask_length": len(rows),
+            "output_token_sampling_mask_length": len(mask),
         }
+
+    def _whole_row(self, mask: SamplingMask) -> bytes:
+        """What a row that is the whole vocabulary is written as: every id."""
+        if mask.counts.all():
+            return b"[]"
+        return pydantic_core.to_json(list(range(self._vocab_size)))
 
 
 def _finish_reason(output: CompletionOutput) -> dict[str, Any] | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from keepmask.errors import RequestError
 from keepmask.server.error_answers import ApiError
+from keepmask.server.schema import Message
 
 __all__ = ["Encoded", "Texts"]
 
@@ -45,24 +45,18 @@ class Texts:
         return Encoded(text, token_ids)
 
     async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
+        self, messages: Sequence[Message], *, template: Mapping[str, Any], add_special_tokens: bool = False
     ) -> Encoded:
-        """The conversation as the model's chat template writes it. Raises RequestError when the template refuses it."""
-        self._check_length(sum(_length(message) for message in messages), "messages")
+        """The conversation as the model's chat template writes it. template: the template's other arguments.
+
+        Raises RequestError when the template refuses it.
+        """
+        spoken = [message.for_template() for message in messages]
+        self._check_length(sum(len(each["content"]) for each in spoken), "messages")
 
         def render(tokenizer: Any) -> Encoded:
             try:
-                text = tokenizer.apply_chat_template(
-                    [_for_template(message) for message in messages],
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                )
+                text = tokenizer.apply_chat_template(spoken, tokenize=False, **template)
             except Exception as error:  # templates raise whatever they like
                 raise RequestError(
                     f"messages: the chat template refused them: {str(error)[:300]}", param="messages"
@@ -105,23 +99,3 @@ class Texts:
             return await asyncio.get_running_loop().run_in_executor(self._worker, function, self._tokenizer)
         finally:
             self._pending -= 1
-
-
-def _length(message: Mapping[str, Any]) -> int:
-    return len(message.get("content") or "") + sum(
-        len(call["function"]["name"]) + len(call["function"]["arguments"]) for call in message.get("tool_calls") or ()
-    )
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls as objects, which templates expect; OpenAI sends them as JSON text."""
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = []
-    for call in message["tool_calls"]:
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            raise RequestError("messages: arguments of a tool call must be a JSON text", param="messages") from None
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}

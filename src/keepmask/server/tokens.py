@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from keepmask.backends.answers import MEDIA_TYPE as ARROW
@@ -14,72 +14,78 @@ from keepmask.backends.answers import encode_rollouts
 from keepmask.engine.ticket import Ticket, follow
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
-from keepmask.server.body import read_json
-from keepmask.server.choices import Usage, mask_fields, present, version_spans
-from keepmask.server.document import answers, takes
+from keepmask.server.choices import Usage, mask_fields, version_spans
 from keepmask.server.error_answers import ApiError
 from keepmask.server.logprob_entries import by_id, by_text, prompt_entries
+from keepmask.server.routing import EVENTS, JSON, Routes
 from keepmask.server.schema import AbortRequest, GenerateRequest
 from keepmask.server.service import Service
-from keepmask.server.stream import Attended, EventStream, answered, event, json_response
-from keepmask.wire.fields import JsonForm
+from keepmask.server.stream import JsonAnswer, json_response, respond
 
-__all__ = ["router"]
+__all__ = ["routes"]
+
+_NAMES = {"prompt": "token_ids", "prompt_token_ids": "token_ids"}
+_ELSEWHERE = dict.fromkeys(
+    ("prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params")
+)
+"""What vLLM tells of other features, null without them."""
 
 
-def router(service: Service) -> APIRouter:
+def routes(service: Service) -> Routes:
     """The routes."""
-    routes = APIRouter(tags=["tokens"])
+    found = Routes(service.bodies, "tokens")
 
-    @routes.post("/inference/v1/generate", openapi_extra=takes(GenerateRequest), responses=answers(stream=True))
-    async def generate(request: Request) -> Response:
+    @found.post("/inference/v1/generate", body=GenerateRequest, media_types=(JSON, EVENTS, ARROW))
+    async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt of token ids.
 
         `Accept: application/vnd.apache.arrow.stream` returns the rollouts as an Arrow table instead of JSON.
         """
-        body = await read_json(request, GenerateRequest, service.config.max_body_bytes)
         service.check_model(body.model)
         arrow = ARROW in request.headers.get("accept", "")
         if arrow and body.stream:
             raise ApiError(406, "accept: an Arrow answer comes whole; set stream=false", param="stream")
-        interval = (body.stream_interval or service.config.stream_interval) if body.stream else None
-        order = service.order(
-            body.token_ids, _params(body), param="token_ids", cache_salt=body.cache_salt, stream_interval=interval
+        interval = body.stream_interval or body.sampling_params.stream_interval or service.config.stream_interval
+        order = await service.order(
+            body.token_ids,
+            _params(body, service.max_model_len - len(body.token_ids)),
+            names=_NAMES,
+            cache_salt=body.cache_salt,
+            stream_interval=interval if body.stream else None,
         )
-        name = body.request_id or service.new_name("gen")
+        name = service.name(body.request_id, request.headers.get("x-request-id"), "gen")
         (ticket,) = service.submit([order], name)
         shape = _Shape(service, body, name)
-        if body.stream:
-            return EventStream(service.engine, [ticket], shape.events(ticket), config=service.config)
-        async with Attended(service.engine, [ticket], request.receive, timeout_s=service.config.request_timeout_s):
-            output = await ticket.output()
 
-        def build() -> Response:
+        def whole(outputs: Sequence[RequestOutput]) -> Response:
+            (output,) = outputs
             if arrow:
                 output.request_id = name
                 return Response(encode_rollouts(output.rollouts()), media_type=ARROW)
-            return json_response(shape.answer(output, ticket))
+            return JsonAnswer(service, shape.answer(output, ticket), name=name)
 
-        return await answered([output], build)
+        events = shape.events(ticket) if body.stream else None
+        return await respond(service, request, [ticket], name=name, whole=whole, events=events)
 
-    @routes.post("/inference/v1/abort_requests", openapi_extra=takes(AbortRequest), responses=answers())
-    async def abort_requests(request: Request) -> Response:
+    @found.post("/inference/v1/abort_requests", body=AbortRequest)
+    async def abort_requests(_: Request, body: AbortRequest) -> Response:
         """End requests by name; each is answered with what it has."""
-        body = await read_json(request, AbortRequest, service.config.max_body_bytes)
         tickets = service.tickets(body.request_ids)
         service.engine.abort(tickets)
         return json_response({"status": "aborted", "aborted": len(tickets)})
 
-    return routes
+    return found
 
 
-def _params(body: GenerateRequest) -> SamplingParams:
-    """The parameters as sent, but that completions without max_tokens may fill the context."""
-    params = body.sampling_params
+def _params(body: GenerateRequest, room: int) -> SamplingParams:
+    """The parameters as sent, but that completions may fill the context, of which `room` tokens are left: those without
+    max_tokens and, as in vLLM, those with more.
+    """
+    params = body.sampling_params.params
     changes: dict[str, Any] = {}
-    if "max_tokens" not in params.model_fields_set:
+    if "max_tokens" not in params.model_fields_set or (params.max_tokens or 0) > room > 0:
         changes["max_tokens"] = None
-    if body.output_mode == "tokens" and not params.stop and "detokenize" not in params.model_fields_set:
+    if body.output_mode != "text" and not params.stop and "detokenize" not in params.model_fields_set:
         changes["detokenize"] = False  # no part of the answer shows text
     return params.replace(**changes) if changes else params
 
@@ -89,8 +95,8 @@ class _Shape:
 
     def __init__(self, service: Service, body: GenerateRequest, name: str) -> None:
         self._body, self._name = body, name
-        self._model = service.model_name
-        self._form: JsonForm = body.sampling_mask_format or service.config.mask_format
+        self._model, self._mode = service.model_name, body.output_mode or "tokens"
+        self._form = body.sampling_mask_format or service.config.mask_format
 
     def answer(self, output: RequestOutput, ticket: Ticket) -> dict[str, Any]:
         """The whole answer."""
@@ -98,26 +104,23 @@ class _Shape:
         usage.add(sum(len(completion.token_ids) for completion in output.outputs))
         return {
             "request_id": self._name,
-            "created": int(time.time()),
             "model": self._model,
-            "output_mode": self._body.output_mode,
+            "created": int(time.time()),
+            "output_mode": self._mode,
             "choices": [self._choice(completion) for completion in output.outputs],
             "usage": usage.as_dict(),
             "seed": output.seed,
-            **present(
-                {
-                    "prompt_logprobs": prompt_entries(output.prompt_logprobs),
-                    "prompt_token_ids": output.prompt_token_ids if self._body.return_token_ids else None,
-                }
-            ),
+            "prompt_logprobs": prompt_entries(output.prompt_logprobs),
+            "prompt_token_ids": output.prompt_token_ids if self._body.return_token_ids else None,
+            **_ELSEWHERE,
         }
 
-    async def events(self, ticket: Ticket) -> AsyncIterator[bytes]:
+    async def events(self, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
         """The answer as it comes: what the request as a whole has is in the first chunk."""
         options = self._body.stream_options
         usage = Usage([ticket])
-        head: dict[str, Any] = {"request_id": self._name, "output_mode": self._body.output_mode}
-        first = {"model": self._model, "created": int(time.time())}
+        head: dict[str, Any] = {"request_id": self._name, "output_mode": self._mode}
+        first: dict[str, Any] = {"model": self._model, "created": int(time.time())}
         if self._body.return_token_ids:
             first["prompt_token_ids"] = ticket.order.prompt_token_ids
         async for chunks in follow([ticket]):
@@ -129,19 +132,22 @@ class _Shape:
                     first = {}
                 if options is not None and options.continuous_usage_stats:
                     data["usage"] = usage.as_dict()
-                yield event(data)
+                yield data
         if options is not None and options.include_usage:
-            yield event({**head, "choices": [], "usage": usage.as_dict()})
+            yield {**head, "choices": [], "usage": usage.as_dict()}
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        text = self._body.output_mode == "text"
-        logprobs = by_text(output, top=self._body.sampling_params.logprobs or 0) if text else by_id(output)
+        text = self._mode == "text"
+        top = self._body.sampling_params.params.logprobs or 0
         return {
             "index": output.index,
             **({"text": output.text} if text else {}),
             "token_ids": output.token_ids,
+            "sampling_mask": None,
             **mask_fields(output, self._form),
-            "logprobs": logprobs,
+            "logprobs": by_text(output, top=top) if text else by_id(output),
             "finish_reason": output.finish_reason,
-            **present({"stop_reason": output.stop_reason, "weight_versions": version_spans(output)}),
+            "stop_reason": output.stop_reason,
+            "routed_experts": None,
+            "weight_versions": version_spans(output),
         }

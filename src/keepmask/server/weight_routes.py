@@ -1,151 +1,170 @@
-"""RL control: pausing, and replacing the weights, in vLLM's routes. Off unless enabled."""
+"""RL control: pausing, and replacing the weights, in vLLM's and SGLang's routes. Off unless enabled."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from fastapi import APIRouter, Depends, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from keepmask.engine.engine_thread import PauseMode
 from keepmask.engine.weights import WeightStage, read_safetensors
 from keepmask.errors import RequestError
-from keepmask.server.body import read_body, read_json
 from keepmask.server.control import (
     AbortAnyRequest,
     FinishWeightUpdate,
     InitWeightTransfer,
+    Pause,
     RenameWeights,
     StartWeightUpdate,
     UpdateWeights,
     WeightCheck,
+    WeightsFromDisk,
+    WorldSize,
 )
-from keepmask.server.document import answers, takes
 from keepmask.server.error_answers import ApiError
-from keepmask.server.folder_files import read_below
+from keepmask.server.folder_files import WeightFile, read_below
+from keepmask.server.routing import BINARY, Routes
 from keepmask.server.service import Service
+from keepmask.server.sglang_schema import PauseGeneration
 from keepmask.server.stream import json_response
 
-__all__ = ["router"]
+__all__ = ["routes"]
 
-_BINARY = "application/octet-stream"
 _MAX_WEIGHTS = 100_000  # of one model
-_MODES = get_args(PauseMode)
 
 
-def router(service: Service) -> APIRouter:
+def routes(service: Service) -> Routes:
     """The routes."""
 
-    async def enabled() -> None:
+    def enabled() -> None:
         if not service.config.enable_weight_updates:
             raise ApiError(403, "this is switched off; start the server with --enable-weight-updates and an API key")
         service.check_alive()
 
-    routes = APIRouter(tags=["control"], dependencies=[Depends(enabled)])
-    _add_pausing(routes, service)
-    _add_updating(routes, service, _Update(service))
-    _add_checking(routes, service)
-    return routes
+    found = Routes(service.bodies, "control", before=enabled)
+    _add_pausing(found, service)
+    _add_updating(found, service, _Update(service))
+    _add_checking(found, service)
+    return found
 
 
-def _add_pausing(routes: APIRouter, service: Service) -> None:
-    engine, limit = service.engine, service.config.max_body_bytes
+def _add_pausing(found: Routes, service: Service) -> None:
+    engine = service.engine
 
-    @routes.post("/pause", openapi_extra=_query(mode={"enum": [*_MODES]}, clear_cache={"type": "boolean"}))
-    async def pause(request: Request) -> Response:
-        """Stop generating. mode: end all requests (abort, the default), wait for them (wait), or freeze them (keep).
-
-        New requests wait for the resumption. clear_cache: forget cached prefixes, but with keep; true by default.
-        """
-        given = _read_query(request, {"mode": _MODES, "clear_cache": ("true", "false")})
-        mode: Any = given.get("mode", "abort")
-        if not await engine.pause(mode, clear_cache=given.get("clear_cache") != "false"):
+    async def stop(mode: PauseMode, *, clear_cache: bool) -> Response:
+        if not await engine.pause(mode, clear_cache=clear_cache):
             raise ApiError(409, "resumed before the requests in flight had ended")
         return json_response({"status": "paused"})
 
-    @routes.post("/resume", responses=answers())
-    async def resume(request: Request) -> Response:
+    @found.post("/pause", query=Pause)
+    async def pause(_: Request, query: Pause) -> Response:
+        """Stop generating: after ending all requests (abort, the default), after they end (wait), or at once (keep).
+
+        New requests wait for the resumption.
+        """
+        mode = query.mode or ("wait" if query.wait_for_inflight_requests == "true" else "abort")
+        return await stop(mode, clear_cache=query.clear_cache == "true")
+
+    @found.post("/pause_generation", body=PauseGeneration, optional=True)
+    async def pause_generation(_: Request, body: PauseGeneration) -> Response:
+        """The same as SGLang has it."""
+        return await stop("abort" if body.mode == "abort" else "keep", clear_cache=True)
+
+    @found.post("/resume", "/continue_generation")
+    async def resume(_: Request) -> Response:
         """Go on generating."""
-        _read_query(request, {})
         await engine.resume()
         return json_response({"status": "resumed"})
 
-    @routes.get("/is_paused", responses=answers())
-    async def is_paused() -> Response:
+    @found.get("/is_paused")
+    async def is_paused(_: Request) -> Response:
         """Whether a pause is in force or on its way."""
         return json_response({"is_paused": engine.paused})
 
-    @routes.post("/abort_requests", openapi_extra=takes(AbortAnyRequest, required=False), responses=answers())
-    async def abort_requests(request: Request) -> Response:
+    @found.post("/abort_requests", body=AbortAnyRequest, optional=True)
+    async def abort_requests(_: Request, body: AbortAnyRequest) -> Response:
         """End requests by name, or all; each is answered with what it has."""
-        body = await read_json(request, AbortAnyRequest, limit, optional=True)
         tickets = service.tickets(body.request_ids or None)
         engine.abort(tickets)
         return json_response({"status": "aborted", "aborted": len(tickets)})
 
-    @routes.post("/reset_prefix_cache", responses=answers())
-    async def reset_prefix_cache() -> Response:
+    async def forget(_: Request) -> Response:
         """Forget the keys and values of earlier prompts."""
         await engine.call(lambda each: each.reset_prefix_cache())
         return json_response({"status": "reset"})
 
+    found.post("/reset_prefix_cache", "/flush_cache")(forget)
+    found.get("/flush_cache")(forget)
 
-def _add_updating(routes: APIRouter, service: Service, update: _Update) -> None:
-    limit = service.config.max_body_bytes
 
-    @routes.post("/init_weight_transfer_engine", openapi_extra=takes(InitWeightTransfer), responses=answers())
-    async def init_weight_transfer_engine(request: Request) -> Response:
+def _add_updating(found: Routes, service: Service, update: _Update) -> None:
+    @found.post("/init_weight_transfer_engine", body=InitWeightTransfer)
+    async def init_weight_transfer_engine(_: Request, body: InitWeightTransfer) -> Response:
         """Agree on how weights come. There is nothing to prepare."""
-        await read_json(request, InitWeightTransfer, limit)
+        assert body.init_info.backend == "safetensors"
         return json_response({"message": "Weight transfer initialized"})
 
-    @routes.post("/start_weight_update", openapi_extra=takes(StartWeightUpdate, required=False), responses=answers())
-    async def start_weight_update(request: Request) -> Response:
+    @found.post("/start_weight_update", body=StartWeightUpdate, optional=True)
+    async def start_weight_update(_: Request, body: StartWeightUpdate) -> Response:
         """Begin an update. The model keeps its weights, and goes on with them, until it is finished."""
-        await update.start(await read_json(request, StartWeightUpdate, limit, optional=True))
+        await update.start(body)
         return json_response({"message": "Weight update started"})
 
-    @routes.post("/update_weights", openapi_extra=_takes_weights(), responses=answers())
+    @found.post("/update_weights", body=UpdateWeights, raw=True)
     async def update_weights(request: Request) -> Response:
         """Send weights, in any number of parts: a safetensors file as the body, or where such files are."""
-        missing = await update.add(request)
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type == BINARY:
+            data = await service.bodies.read(request, service.config.max_weight_chunk_bytes)
+            missing = await update.add([WeightFile("body", data, None)])
+        else:
+            body = await service.bodies.read_json(request, UpdateWeights)
+            if body.weight_dir is not None:
+                version = await update.replace(body.weight_dir, None)
+                return json_response({"message": "Weights updated", "missing": 0, "weight_version": version})
+            missing = await update.add(await update.read(body.places))
         return json_response({"message": "Weights updated", "missing": missing})
 
-    @routes.post("/finish_weight_update", openapi_extra=takes(FinishWeightUpdate, required=False), responses=answers())
-    async def finish_weight_update(request: Request) -> Response:
+    @found.post("/finish_weight_update", body=FinishWeightUpdate, optional=True, max_members=_MAX_WEIGHTS)
+    async def finish_weight_update(_: Request, body: FinishWeightUpdate) -> Response:
         """Put the new weights in place between two steps, all of them or, where any is missing or wrong, none."""
-        body = await read_json(request, FinishWeightUpdate, limit, optional=True, max_members=_MAX_WEIGHTS)
-        version = await update.finish(body)
-        return json_response({"message": "Weight update finished", "weight_version": version})
+        return json_response({"message": "Weight update finished", "weight_version": await update.finish(body)})
 
-    @routes.post("/update_weight_version", openapi_extra=takes(RenameWeights), responses=answers())
-    async def update_weight_version(request: Request) -> Response:
+    @found.post("/update_weights_from_disk", body=WeightsFromDisk)
+    async def update_weights_from_disk(_: Request, body: WeightsFromDisk) -> Response:
+        """Replace all weights by those in files, in one."""
+        if body.abort_all_requests:
+            service.engine.abort(service.tickets())
+        version = await update.replace(body.model_path, body.weight_version)
+        return json_response({"success": True, "message": f"weights of version {version} are in place"})
+
+    @found.post("/update_weight_version", body=RenameWeights)
+    async def update_weight_version(_: Request, body: RenameWeights) -> Response:
         """Give the weights another name."""
-        body = await read_json(request, RenameWeights, limit)
         await service.engine.call(lambda engine: engine.rename_weights(body.new_version))
         return json_response({"success": True, "new_version": body.new_version})
 
 
-def _add_checking(routes: APIRouter, service: Service) -> None:
-    @routes.get("/weight_info", responses=answers())
-    async def weight_info() -> Response:
+def _add_checking(found: Routes, service: Service) -> None:
+    @found.get("/weight_info", "/get_weight_version")
+    async def weight_info(_: Request) -> Response:
         """The version of the weights, and whether any must be sent before requests are taken."""
         return json_response({"weight_version": service.weight_version, "awaited": service.awaits_weights})
 
-    @routes.get("/get_world_size", responses=answers(), openapi_extra=_query(include_dp={"type": "boolean"}))
-    async def get_world_size(request: Request) -> Response:
+    @found.get("/get_world_size", query=WorldSize)
+    async def get_world_size(_: Request, query: WorldSize) -> Response:
         """Processes that need the weights."""
-        _read_query(request, {"include_dp": ("true", "false")})
+        assert query.include_dp in ("true", "false")
         return json_response({"world_size": 1})
 
-    @routes.post("/weight_checker", openapi_extra=takes(WeightCheck), responses=answers())
-    async def weight_checker(request: Request) -> Response:
+    @found.post("/weight_checker", body=WeightCheck, max_members=_MAX_WEIGHTS)
+    async def weight_checker(_: Request, body: WeightCheck) -> Response:
         """Tell, compare or overwrite the weights."""
-        body = await read_json(request, WeightCheck, service.config.max_body_bytes, max_members=_MAX_WEIGHTS)
         if body.action == "reset":
             seed = secrets.randbits(63)
             await service.engine.call(lambda engine: engine.randomize_weights(torch.Generator().manual_seed(seed)))
@@ -175,12 +194,29 @@ class _Update:
             engine = self._service.engine.engine
             self._stage = await asyncio.to_thread(engine.stage_weights, partial=body.partial, cast=body.cast)
 
-    async def add(self, request: Request) -> int:
-        """Take one part; returns how many weights are still missing."""
+    async def read(self, places: Sequence[str]) -> list[WeightFile]:
+        """The files there. Raises ApiError 403 where none are read, RequestError where they are not to be had."""
+        root = self._service.config.weights_dir
+        if root is None:
+            raise ApiError(
+                403,
+                "files are not read; start the server with --weights-dir, or send the weights as the body",
+                param="update_info",
+            )
+        left = (
+            8 * sum(value.numel() for value in self._service.engine.engine.runner.model.state_dict().values()) + 2**27
+        )
+        found: list[WeightFile] = []
+        for place in places:
+            found += await asyncio.to_thread(read_below, root, place, max_bytes=left)
+            left = max(0, left - sum(len(file.data) for file in found))
+        return found
+
+    async def add(self, files: Sequence[WeightFile]) -> int:
+        """Take these files, or none of them; returns how many weights are still missing."""
         async with self._lock:
             stage = self._started()
-            for name, data in (await self._parts(request)).items():
-                await asyncio.to_thread(_add, stage, name, data)
+            await asyncio.to_thread(_add, stage, files)
             return len(stage.missing)
 
     async def finish(self, body: FinishWeightUpdate) -> str:
@@ -190,61 +226,44 @@ class _Update:
             stage.check_complete()
             if body.checksums is not None:
                 await asyncio.to_thread(stage.check_checksums, body.checksums)
-            version = await self._service.engine.call(lambda engine: engine.update_weights(stage, body.weight_version))
+            version = await self._exchange(stage, body.weight_version)
             self._stage = None
-            self._service.awaits_weights = False
             return version
+
+    async def replace(self, place: str, version: str | None) -> str:
+        """All steps in one: the weights there take the place of the model's. Returns their version."""
+        async with self._lock:
+            if self._stage is not None:
+                raise ApiError(409, "an update is under way: finish it, or start with discard=true to drop it")
+            stage = await asyncio.to_thread(self._service.engine.engine.stage_weights, partial=False, cast=True)
+            await asyncio.to_thread(_add, stage, await self.read([place]))
+            return await self._exchange(stage, version)
+
+    async def _exchange(self, stage: WeightStage, version: str | None) -> str:
+        version = await self._service.engine.call(lambda engine: engine.update_weights(stage, version))
+        self._service.awaits_weights = False
+        return version
 
     def _started(self) -> WeightStage:
         if self._stage is None:
             raise ApiError(409, "no update is under way; call /start_weight_update first")
         return self._stage
 
-    async def _parts(self, request: Request) -> dict[str, bytes]:
-        """Safetensors files, by their names."""
-        config = self._service.config
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() == _BINARY:
-            return {"body": await read_body(request, config.max_weight_chunk_bytes)}
-        body = await read_json(request, UpdateWeights, config.max_body_bytes)
-        if config.weights_dir is None:
-            raise ApiError(
-                403,
-                "files are not read; start the server with --weights-dir, or send the weights as the body",
-                param="update_info",
-            )
-        places = body.update_info if isinstance(body.update_info, list) else [body.update_info]
-        limit = 8 * sum(value.numel() for value in self._service.engine.engine.runner.model.state_dict().values())
-        found: dict[str, bytes] = {}
-        for place in places:
-            found |= await asyncio.to_thread(read_below, config.weights_dir, place.path, max_bytes=limit + 2**27)
-        return found
 
-
-def _add(stage: WeightStage, name: str, data: bytes) -> None:
-    stage.add(read_safetensors(data, name=name))
+def _add(stage: WeightStage, files: Sequence[WeightFile]) -> None:
+    """Stage the tensors of all files, each once. Raises RequestError, and stages none, where one is in two of them."""
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, str] = {}
+    for file in files:
+        for name, tensor in read_safetensors(file.data, name=file.name, names=file.tensors).items():
+            if name in tensors:
+                raise RequestError(
+                    f"weights: {name} is in {places[name]} and in {file.name}; give it once", param="weights"
+                )
+            tensors[name], places[name] = tensor, file.name
+    stage.add(tensors)
 
 
 def _mismatches(checksums: Mapping[str, str], baseline: Mapping[str, Any]) -> list[str]:
     """Names of the weights that differ, or that only one side has."""
     return sorted(name for name in {*checksums, *baseline} if checksums.get(name) != baseline.get(name))
-
-
-def _query(**parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in parameters.items()]}
-
-
-def _read_query(request: Request, legal: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """The query's parameters. Raises RequestError for others, and for other values than the legal ones."""
-    for name, value in request.query_params.multi_items():
-        if name not in legal:
-            known = f"known are {', '.join(legal)}" if legal else "there are none"
-            raise RequestError(f"{name[:80]}: unknown query parameter; {known}", param=name[:80])
-        if value not in legal[name]:
-            raise RequestError(f"{name}={value[:80]!r}: must be one of {', '.join(legal[name])}", param=name)
-    return dict(request.query_params)
-
-
-def _takes_weights() -> dict[str, Any]:
-    described = takes(UpdateWeights)
-    described["requestBody"]["content"][_BINARY] = {"schema": {"type": "string", "format": "binary"}}
-    return described
