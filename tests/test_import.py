@@ -14,7 +14,7 @@ def run(code):
 
 
 def test_import_keepmask_loads_no_heavy_library():
-    heavy = ["torch", "transformers", "pydantic", "pyarrow", "numpy", "numba", "matplotlib", "fastapi"]
+    heavy = ["torch", "transformers", "pydantic", "pyarrow", "numpy", "numba", "matplotlib", "starlette"]
     assert run(f"import sys, keepmask; print([name for name in {heavy} if name in sys.modules])").strip() == "[]"
 
 

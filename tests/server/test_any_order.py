@@ -45,7 +45,7 @@ def check_choice(chunks: list[dict[str, Any]], versions: list[str]) -> None:
     assert all(chunk["finish_reason"] is None for chunk in before)
     assert last["finish_reason"] in ("length", "abort")
     end, at = 0, 0
-    for span in last.get("weight_versions", []):
+    for span in last["weight_versions"] or []:
         assert span["start"] == end < span["end"]
         end = span["end"]
         at = versions.index(span["version"], at)  # in the order they came, from one on to a later one

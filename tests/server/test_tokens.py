@@ -323,7 +323,7 @@ def test_refusals_name_the_field_and_leave_the_engine_alone(
     assert error["param"] == param
     assert says in error["message"]
     assert error["type"] == "BadRequestError"
-    assert error["code"] == ("context_length_exceeded" if "context length" in says else 400)
+    assert error["code"] == ("context_length_exceeded" if "context length" in error["message"] else 400)
     assert serving.engine.num_unfinished == 0
     assert serving.client.get("/health").status_code == 200
 

@@ -103,9 +103,7 @@ class Service:
                 "prompt_logprobs: are not part of a stream; send the request with stream=false",
                 param="prompt_logprobs",
             )
-        self.check_token_ids(prompt_token_ids, param=names["prompt"])
         try:
-            self._check_length(len(prompt_token_ids), params.max_tokens)
             resolve = partial(self.engine.engine.resolve, prompt_token_ids, params)
             # Spelling words out takes as long as they are many.
             resolved = await asyncio.to_thread(resolve) if params.bad_words else resolve()
@@ -119,22 +117,6 @@ class Service:
             cache_salt=cache_salt or "",
             stream_interval=stream_interval,
         )
-
-    def _check_length(self, prompt_len: int, max_tokens: int | None) -> None:
-        """Raise RequestError, in the words and with the code that clients look for, where the context is too short."""
-        room, code = self.max_model_len - prompt_len, "context_length_exceeded"
-        context = f"this model's maximum context length is {self.max_model_len} tokens"
-        if room < 1:
-            raise RequestError(
-                f"prompt: {context}, and the prompt has {prompt_len}; shorten it", param="prompt", code=code
-            )
-        if max_tokens is not None and max_tokens > room:
-            raise RequestError(
-                f"max_tokens={max_tokens}: {context}, of which the prompt of {prompt_len} leaves {room}; lower it, or "
-                "give null to fill the context",
-                param="max_tokens",
-                code=code,
-            )
 
     def submit(self, orders: Sequence[Order], names: str | Sequence[str]) -> list[Ticket]:
         """Queue the orders of one request, under one name or each under its own.
