@@ -101,13 +101,16 @@ def run(args: argparse.Namespace) -> int:
     columns = {dtype: _scored(args, usable, dtype) for dtype in dict.fromkeys(("float32", _dtype(args, named)))}
     engine = list(columns.values())[-1]
     outside = engine.table["ratio_replayed_outside_0.1"]
-    explanation = explain(
-        engine.model,
-        _sample(usable),
-        tokenizer=tokenizer,
-        others={name: partial(_load, name, engine.model.dtype) for name in args.also},
-        threshold=args.threshold,
-    )
+    sample = _sample(usable)
+    with Progress(len(sample), label="Testing causes") as progress:
+        explanation = explain(
+            engine.model,
+            sample,
+            tokenizer=tokenizer,
+            others={name: partial(_load, name, engine.model.dtype) for name in args.also},
+            threshold=args.threshold,
+            on_progress=progress.update,
+        )
     _say(args, columns, explanation)
     if args.report is not None:
         texts = {i: tokenizer.decode([i]) for i in sorted({int(i) for r in usable for i in _ids(r)})}

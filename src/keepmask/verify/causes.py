@@ -60,13 +60,18 @@ def explain(
     tokenizer: Any = None,
     others: Mapping[str, Callable[[], Any]] | None = None,
     threshold: float,
+    on_progress: Callable[[int], None] = lambda _num_rollouts: None,
 ) -> Explanation:
     """Test every cause on these rollouts, which have masks and log-probabilities.
 
     model: in the engine's type. tokenizer: of the model, for causes that lie in the prompt's tokens. others: models,
-    by name, that may have drawn them in its place; loaded one at a time.
+    by name, that may have drawn them in its place; loaded one at a time. threshold: share of ratios outside
+    [0.9, 1.1] that needs no cause. on_progress: called with the number of rollouts read.
     """
-    parts = [row_logits(model, rollout) for rollout in rollouts]
+    parts = []
+    for rollout in rollouts:
+        parts.append(row_logits(model, rollout))
+        on_progress(len(parts))
     base = _measured("as recorded", "", parts, [part.predict(part.rollout.sampling_params) for part in parts])
     tried = [*_by_numbers(parts), *_by_version(parts, base)]
     if base.outside > threshold and not any(_is_cause(each, base, threshold) for each in tried):
@@ -207,10 +212,10 @@ def _notes(parts: Sequence[RowLogits]) -> Iterator[str]:
     own = {part.rollout.sampling_params.get("sampling_semantics") or PROFILES[0] for part in parts}
     equal = {name: sum(int(part.rules[name].equal.sum()) for part in parts) / checked for name in PROFILES}
     tied = {name: sum(int(part.rules[name].tied.sum()) for part in parts) / checked for name in PROFILES}
-    best = max(PROFILES, key=lambda name: equal[name] + tied[name])
+    best = max(PROFILES, key=lambda name: (equal[name] + tied[name], equal[name], name in own))
     shares = ", ".join(f"{name} {equal[name]:.1%}" for name in PROFILES)
     yield f"rows that the model's own logits give under each profile's rules: {shares} (of {checked})"
     if best not in own and equal[best] + tied[best] >= max(_SAME_RULES, *(equal[name] + tied[name] for name in own)):
         yield f"masks of other rules: they follow {best}, not {', '.join(sorted(own))}"
-    if tied[best] > 1 - _SAME_RULES:
+    if equal[best] + tied[best] >= _SAME_RULES and tied[best] > 1 - _SAME_RULES:
         yield f"ties cut differently: {tied[best]:.1%} of rows differ from {best}'s by tied ids alone"

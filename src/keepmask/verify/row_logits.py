@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 PROFILES: tuple[SamplingSemantics, ...] = get_args(SamplingSemantics)
 
 _BANS = ("allowed_token_ids", "bad_words", "min_tokens", "thinking_token_budget")
+_POSITIONS = 32  # whose logits over the whole vocabulary are held at a time
 _TIE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """How far apart, relatively, logits may be that a kernel of this type can take for equal."""
 
@@ -40,6 +41,12 @@ class RuleRows:
     """Whether they differ by ids that are tied with the last one kept, and by nothing else."""
     logprobs: Floats
     """Of the drawn tokens on the profile's rows; -inf outside."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[bool, bool, float]]) -> RuleRows:
+        """From one entry a position."""
+        equal, tied, logprobs = zip(*rows, strict=True) if rows else ((), (), ())
+        return cls(equal=np.array(equal, bool), tied=np.array(tied, bool), logprobs=np.array(logprobs, float))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,29 +119,34 @@ def bare(rollout: Rollout) -> Rollout:
 @torch.inference_mode()
 def row_logits(model: Any, rollout: Rollout, *, max_checked: int = 32) -> RowLogits:
     """One forward over the rollout. max_checked: positions whose rows are compared with the profiles' rules."""
-    head, mask = Head.of(model), rollout.sampling_mask
+    head, mask, params = Head.of(model), rollout.sampling_mask, _known_params(rollout)
     assert mask is not None
     assert rollout.logprobs is not None
     batch = ReplayBatch.pack([bare(rollout)], vocab_size=head.vocab_size)
     padded = batch.padded()
     hidden = model.base_model(**padded.inputs()).last_hidden_state.flatten(0, 1)[padded.logit_positions]
-    logits = head.logits(hidden).float()  # [T, V]
-    targets = torch.from_numpy(rollout.token_ids.astype(np.int64))
-    raw = logits.gather(1, targets[:, None])[:, 0].double() - logits.double().logsumexp(1)
-    row_of = np.repeat(np.arange(len(mask)), mask.counts)
     rows = np.flatnonzero(mask.counts)
-    params = _known_params(rollout)
-    processed = [_processed(logits[t], rollout, t, params) for t in range(len(mask))]
-    full = [z[target].double() - z.double().logsumexp(0) for z, target in zip(processed, targets, strict=True)]
     checked = rows[: 0 if any(rollout.sampling_params.get(name) for name in _BANS) else max_checked]
+    z, raw, full = np.zeros(mask.ids.size), np.zeros(len(mask)), np.zeros(len(mask))
+    entries: dict[SamplingSemantics, list[tuple[bool, bool, float]]] = {profile: [] for profile in PROFILES}
+    for start in range(0, len(mask), _POSITIONS):
+        for t, logits in enumerate(head.logits(hidden[start : start + _POSITIONS]).float(), start):
+            low, high, token_id = int(mask.offsets[t]), int(mask.offsets[t + 1]), int(rollout.token_ids[t])
+            z[low:high] = logits[torch.from_numpy(mask.ids[low:high].astype(np.int64))].numpy()
+            raw[t] = logits[token_id].double() - logits.double().logsumexp(0)
+            processed = _processed(logits, rollout, t, params)
+            full[t] = processed[token_id].double() - processed.double().logsumexp(0)
+            if t in checked:
+                for profile, row in _rules(processed, mask.ids[low:high], token_id, params, _TIE[model.dtype]).items():
+                    entries[profile].append(row)
     return RowLogits(
         rollout=rollout,
         logprobs=rollout.logprobs.astype(np.float64),
         rows=rows,
-        z=logits[torch.from_numpy(row_of), torch.from_numpy(mask.ids.astype(np.int64))].double().numpy(),
-        raw_logprobs=raw.numpy(),
-        full_logprobs=torch.stack(full).numpy(),
-        rules=_rules(processed, rollout, checked, _TIE[model.dtype]),
+        z=z,
+        raw_logprobs=raw,
+        full_logprobs=full,
+        rules={profile: RuleRows.of(found) for profile, found in entries.items()},
         checked=checked,
     )
 
@@ -145,29 +157,20 @@ def _known_params(rollout: Rollout) -> SamplingParams:
 
 
 def _rules(
-    processed: Sequence[Tensor], rollout: Rollout, checked: NDArray[np.int64], tie: float
-) -> dict[str, RuleRows]:
-    mask, params = rollout.sampling_mask, _known_params(rollout)
-    assert mask is not None
-    found: dict[SamplingSemantics, list[tuple[bool, bool, float]]] = {profile: [] for profile in PROFILES}
-    for t in checked.tolist():
-        z, ids = torch.sort(processed[t], descending=True, stable=True)
-        given = set(mask.ids[mask.offsets[t] : mask.offsets[t + 1]].tolist())
-        for profile, entries in found.items():
-            keep = survivors(z, params, profile)
-            kept = ids[keep].tolist()
-            cut = float(z[keep][-1])
-            differing = torch.isin(ids, torch.tensor(sorted(given.symmetric_difference(kept)), dtype=ids.dtype))
-            tied = bool(((z[differing] - cut).abs() <= tie * max(1.0, abs(cut))).all())
-            drawn = (ids[keep] == int(rollout.token_ids[t])).nonzero()
-            value = float(z[keep].double().log_softmax(0)[drawn[0, 0]]) if len(drawn) else -np.inf
-            same = not differing.any()
-            entries.append((same, tied and not same, value))
-    columns = {profile: tuple(zip(*entries, strict=True)) or ((), (), ()) for profile, entries in found.items()}
-    return {
-        profile: RuleRows(equal=np.array(equal, bool), tied=np.array(tied, bool), logprobs=np.array(values, float))
-        for profile, (equal, tied, values) in columns.items()
-    }
+    processed: Tensor, given: NDArray[np.int32], token_id: int, params: SamplingParams, tie: float
+) -> dict[SamplingSemantics, tuple[bool, bool, float]]:
+    """Each profile's row of processed logits [V], against the given one: same, same but for ties, and log-prob."""
+    z, ids = torch.sort(processed, descending=True, stable=True)
+    found: dict[SamplingSemantics, tuple[bool, bool, float]] = {}
+    for profile in PROFILES:
+        keep = survivors(z, params, profile)
+        differing = torch.from_numpy(np.setxor1d(given, ids[keep].numpy()).astype(np.int64))
+        cut = float(z[keep][-1])
+        tied = bool(((processed[differing] - cut).abs() <= tie * max(1.0, abs(cut))).all())
+        logprobs = z[keep].double().log_softmax(0)[ids[keep] == token_id]
+        same = not differing.numel()
+        found[profile] = same, tied and not same, float(logprobs[0]) if logprobs.numel() else -np.inf
+    return found
 
 
 def _processed(logits: Tensor, rollout: Rollout, t: int, params: SamplingParams) -> Tensor:
