@@ -42,6 +42,10 @@ DOCUMENTS = {
         "request": {"input_ids": PROMPT, "sampling_params": {"top_k": 3}}, "response": [SGLANG],
     },
     "slime": {"tokens": PROMPT + TOKENS, "response_length": 3, "rollout_log_probs": LOGPROBS, **OFFSETS},
+    "miles": {
+        "tokens": PROMPT + TOKENS, "response_length": 3, "rollout_log_probs": LOGPROBS,
+        "ids": [6, 5, 9, 4, 8, 7], "offsets": [0, 2, 3, 6],
+    },
     "verifiers": {
         "token_ids": PROMPT + TOKENS,
         "sampled": [0, 0, 0, 1, 1, 1],

@@ -44,27 +44,31 @@ def logits_like_a_model(B: int, V: int) -> torch.Tensor:
 
 def sort_based(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray]]:
     """Token ids, their log-probs, and the kept ids of each row."""
-    z = logits.clone()
     if params.greedy:
-        token_ids = z.argmax(-1)
-        keep = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, token_ids[:, None], True)
-        return token_ids, torch.zeros(len(z)), unpack(keep)
-    z.div_(params.temperature)
-    if params.min_p > 0:
-        probs = z.softmax(-1)
-        z.masked_fill_(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
-    if params.top_k > 0 or params.top_p < 1:
-        values, ids = z.sort(-1)
-        if params.top_k > 0:
-            values.masked_fill_(values < values[:, -params.top_k, None], -torch.inf)
-        if params.top_p < 1:
-            drop = values.softmax(-1).cumsum(-1) <= 1 - params.top_p
-            drop[:, -1] = False
-            values.masked_fill_(drop, -torch.inf)
-        z = values.scatter(-1, ids, values)
+        token_ids = logits.argmax(-1)
+        keep = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, token_ids[:, None], True)
+        return token_ids, torch.zeros(len(logits)), unpack(keep)
+    z = truncated(logits / params.temperature, params)
     logprobs = z.log_softmax(-1)
     token_ids = logprobs.exp().div_(torch.empty_like(z).exponential_()).argmax(-1)
     return token_ids, logprobs.gather(-1, token_ids[:, None]), unpack(z > -torch.inf)
+
+
+def truncated(z: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The logits with -inf for what min-p, top-k and top-p drop, by sorting whole rows."""
+    if params.min_p > 0:
+        probs = z.softmax(-1)
+        z.masked_fill_(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if params.top_k <= 0 and params.top_p >= 1:
+        return z
+    values, ids = z.sort(-1)
+    if params.top_k > 0:
+        values.masked_fill_(values < values[:, -params.top_k, None], -torch.inf)
+    if params.top_p < 1:
+        drop = values.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        drop[:, -1] = False
+        values.masked_fill_(drop, -torch.inf)
+    return z.scatter(-1, ids, values)
 
 
 def unpack(keep: torch.Tensor) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from keepmask.bench.machine import machine_facts
-from keepmask.bench.sampler import CASES, logits_like_a_model
+from keepmask.bench.sampler import CASES, logits_like_a_model, truncated
 from keepmask.bench.timing import Row, arguments, quantiles, report
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
@@ -74,19 +74,7 @@ def bandwidth() -> float:
 
 def sort_based(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, their log-probs, and the kept set as bits, all on the host."""
-    z = logits / (1.0 if params.greedy else params.temperature)
-    if params.min_p > 0:
-        probs = z.softmax(-1)
-        z.masked_fill_(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
-    if params.top_k > 0 or params.top_p < 1:
-        values, ids = z.sort(-1)
-        if params.top_k > 0:
-            values.masked_fill_(values < values[:, -params.top_k, None], -torch.inf)
-        if params.top_p < 1:
-            drop = values.softmax(-1).cumsum(-1) <= 1 - params.top_p
-            drop[:, -1] = False
-            values.masked_fill_(drop, -torch.inf)
-        z = values.scatter(-1, ids, values)
+    z = truncated(logits / (1.0 if params.greedy else params.temperature), params)
     logprobs = z.log_softmax(-1)
     token_ids = z.argmax(-1) if params.greedy else (logprobs.exp() / torch.empty_like(z).exponential_()).argmax(-1)
     keep = torch.nn.functional.pad(z > -torch.inf, (0, -z.shape[1] % 8)).view(len(z), -1, 8)

@@ -12,6 +12,7 @@ import numpy as np
 from keepmask.errors import MaskError
 from keepmask.outputs import Rollout
 from keepmask.wire.peers import (
+    from_ids_offsets,
     from_skyrl,
     from_slime,
     from_verifiers,
@@ -106,7 +107,12 @@ def _slime(sample: Mapping[str, Any], params: Mapping[str, Any]) -> list[Rollout
     if not isinstance(tokens, list) or type(length) is not int or not 0 <= length <= len(tokens):
         raise MaskError(f"response_length={length!r}: must be a number of the tokens")
     loss_mask = sample.get("loss_mask") or [1] * length
-    mask = from_slime(sample)
+    # miles keeps the rows as ids and offsets, with the log-probability of every id
+    mask = (
+        from_ids_offsets(sample["ids"], sample.get("offsets"), sample.get("support_logprobs"))
+        if "ids" in sample
+        else from_slime(sample)
+    )
     logprobs = sample.get("rollout_log_probs")
     flags = [0] * (len(tokens) - length) + list(loss_mask)
     if len(mask) == length and sum(map(bool, loss_mask)) != length:  # a row, maybe empty, for every token of the answer
