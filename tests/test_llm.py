@@ -255,8 +255,9 @@ def test_a_conversation_is_rendered_with_the_models_template(llm):
         ([{"role": "wizard", "content": "hi"}], "the chat template refused them: no such role"),
         ("hi", "must be a list of {'role': ..., 'content': ...}, got str"),
         ({"role": "user", "content": "hi"}, "got dict"),
-        ([7], "the chat template refused them"),
-        (["hi"], "the chat template refused them"),
+        ([7], "must be a list of {'role': ..., 'content': ...}, got int"),
+        (["hi"], "got str"),
+        ([[7]], "messages[0]: must be {'role': ..., 'content': ...}, got int"),
     ],
 )
 def test_messages_that_are_no_conversation_are_refused(llm, messages, says):
@@ -264,6 +265,12 @@ def test_messages_that_are_no_conversation_are_refused(llm, messages, says):
         llm.chat(messages, PARAMS, use_tqdm=False)
     assert error.value.param == "messages"
     assert says in str(error.value)
+
+
+def test_a_conversation_may_end_in_the_middle_of_a_message(llm):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}]
+    (output,) = llm.chat(messages, PARAMS, False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt == "<bos>user: hi<eos><bos>assistant: yo"
 
 
 def test_a_model_without_a_chat_template_says_so(make):

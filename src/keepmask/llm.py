@@ -13,6 +13,7 @@ from keepmask.engine.request import Request
 from keepmask.engine.turns import Turns
 from keepmask.engine.weights import read_safetensors, safetensors_files
 from keepmask.errors import ConfigError, EngineError, RequestError
+from keepmask.messages import Message, read_messages, render_chat
 from keepmask.outputs import RequestOutput
 from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor
@@ -107,24 +108,39 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Complete one conversation or a list of them, rendered with the model's own chat template.
+
+        template: arguments of `render_chat`.
+        """
+        prompts: list[Prompt] = [self.render_chat(each, **template) for each in _conversations(messages)]
+        one = len(prompts) == 1 and _is_message(messages[0])
+        return self.generate(prompts[0] if one else prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(
+        self,
+        messages: Any,
         *,
         add_generation_prompt: bool = True,
-    ) -> list[RequestOutput]:
-        """Complete one conversation or a list of them, rendered with the model's own chat template."""
-        prompts = [
-            self.render_chat(each, add_generation_prompt=add_generation_prompt) for each in _conversations(messages)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt: its text and token ids.
 
-    def render_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> dict[str, Any]:
-        """A conversation as a prompt: its text and token ids. Raises RequestError when the template refuses it."""
-        tokenizer = self.get_tokenizer()
-        try:
-            text = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
-            )
-        except Exception as error:  # templates raise whatever they like
-            raise RequestError(f"messages: the chat template refused them: {error}", param="messages") from error
+        messages: `{"role", "content"}` each, and the other fields of `keepmask.messages.Message`. Content is text or a
+        list of text parts. tools, chat_template_kwargs: for templates that show them. Raises RequestError for what is
+        no message, and when the template refuses them.
+        """
+        text = render_chat(
+            self.get_tokenizer(),
+            read_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 
     def tokenize(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
@@ -305,9 +321,10 @@ def _progress(request: Request) -> tuple[int, bool]:
 
 def _conversations(messages: Any) -> list[Any]:
     """A list of conversations, from one or a list of them."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError(
-            f"messages: must be a list of {{'role': ..., 'content': ...}}, got {type(messages).__name__}",
-            param="messages",
-        )
-    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or (messages and _is_message(messages[0])):
+        return [messages]
+    return list(messages)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping | Message)
