@@ -13,6 +13,7 @@ from keepmask.extras import needs
 
 if TYPE_CHECKING:
     from keepmask import replay
+    from keepmask.async_llm import AsyncLLM
     from keepmask.config import EngineConfig
     from keepmask.errors import BackendError, ConfigError, EngineError, KeepmaskError, MaskError, RequestError
     from keepmask.llm import LLM
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "keepmask.llm",
+    "AsyncLLM": "keepmask.async_llm",
     "BackendError": "keepmask.errors",
     "CompletionOutput": "keepmask.outputs",
     "ConfigError": "keepmask.errors",
@@ -39,6 +41,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BackendError",
     "CompletionOutput",
     "ConfigError",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
+from keepmask.engine.prompts import Prompt, Prompts
 from keepmask.engine.request import Request
 from keepmask.engine.turns import Turns
-from keepmask.engine.weights import read_safetensors, safetensors_files
-from keepmask.errors import ConfigError, EngineError, RequestError
+from keepmask.errors import EngineError, RequestError
 from keepmask.messages import Message, read_messages, render_chat
 from keepmask.outputs import RequestOutput
 from keepmask.params import SamplingParams
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["LLM", "Prompt"]
-
-Prompt = str | Mapping[str, Any]
-"""Text, {"prompt": text}, or {"prompt_token_ids": [...]}."""
 
 
 class _Checked(NamedTuple):
@@ -56,6 +53,7 @@ class LLM:
     def __init__(self, model: str, *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
         self.engine = Engine(self.config, processors=logits_processors)
+        self._prompts = Prompts(self.engine.tokenizer)
         self._num_requests = 0
         self._turns = Turns()
         """Whoever has it owns the engine."""
@@ -64,9 +62,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
-        if self.engine.tokenizer is None:
-            raise ConfigError("skip_tokenizer_init=True: this engine has no tokenizer")
-        return self.engine.tokenizer
+        return self._prompts.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given no parameters."""
@@ -141,28 +137,11 @@ class LLM:
             tools=tools,
             **(chat_template_kwargs or {}),
         )
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._prompts.encode(text, add_special_tokens=False)}
 
     def tokenize(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
         """Token ids of a prompt, and its text where there is one. Raises RequestError for anything else."""
-        if isinstance(prompt, str):
-            return self._encode(prompt), prompt
-        if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & set(prompt):
-            raise RequestError(
-                "prompt: must be text, {'prompt': text} or {'prompt_token_ids': [...]}, got " + type(prompt).__name__,
-                param="prompt",
-            )
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise RequestError(
-                f"prompt: unknown key {min(unknown, key=str)!r}; known are 'prompt' and 'prompt_token_ids'",
-                param="prompt",
-            )
-        text = prompt.get("prompt")
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"prompt: must be text, got {type(text).__name__}", param="prompt")
-        if "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"], text
-        return self._encode(text or ""), text
+        return self._prompts.read(prompt)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The request's output after every step that changed it, each with everything so far.
@@ -207,12 +186,7 @@ class LLM:
         cast rounds other floating-point types. version: by default the old one plus one. Requests that `stream` has
         under way go on. Raises RequestError naming what does not fit.
         """
-        stage = self.engine.stage_weights(partial=partial, cast=cast)
-        if isinstance(weights, Mapping):
-            stage.add(weights)
-        else:
-            for file, names in safetensors_files(Path(weights)).items():
-                stage.add(read_safetensors(file.read_bytes(), name=str(file), names=names))
+        stage = self.engine.stage_weights(weights, partial=partial, cast=cast)
         with self._turns:
             return self.engine.update_weights(stage, version)
 
@@ -223,17 +197,6 @@ class LLM:
         """
         with self._turns:
             return self._step()
-
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: character {error.start} is half a surrogate pair, which is no text; send the whole character",
-                param="prompt",
-            ) from error
-        token_ids: list[int] = self.get_tokenizer().encode(text, add_special_tokens=add_special_tokens)
-        return token_ids
 
     def _check(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from keepmask.engine.output_builder import OutputBuilder
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.scheduler import ScheduledChunk, Scheduler
 from keepmask.engine.speculation import speculation_of
-from keepmask.engine.weights import WeightStage, checksums, randomize
+from keepmask.engine.weights import WeightStage, checksums, randomize, read_safetensors, safetensors_files
 from keepmask.errors import RequestError
 from keepmask.forward.forward_batch import ForwardBatch
 from keepmask.grammars.grammar_compiler import GrammarCompiler, GrammarState
@@ -259,9 +261,23 @@ class Engine:
         """New requests compute their prompts anew, whatever was computed before."""
         self._pool.forget_all()
 
-    def stage_weights(self, *, partial: bool = False, cast: bool = False) -> WeightStage:
-        """Where to collect new weights; see `WeightStage`. Safe to fill on another thread while the engine steps."""
-        return WeightStage(self.runner.model, partial=partial, cast=cast)
+    def stage_weights(
+        self,
+        weights: Mapping[str, Tensor] | str | Path = MappingProxyType({}),
+        *,
+        partial: bool = False,
+        cast: bool = False,
+    ) -> WeightStage:
+        """Where to collect new weights, see `WeightStage`, with `weights` in it: tensors by their names, a safetensors
+        file or a folder of them. Safe to call and to fill on another thread while the engine steps.
+        """
+        stage = WeightStage(self.runner.model, partial=partial, cast=cast)
+        if isinstance(weights, Mapping):
+            stage.add(weights)
+        else:
+            for file, names in safetensors_files(Path(weights)).items():
+                stage.add(read_safetensors(file.read_bytes(), name=str(file), names=names))
+        return stage
 
     def update_weights(self, stage: WeightStage, version: str | None = None) -> str:
         """Replace the model's weights by the staged ones, all or none; returns the version they have from now on.

@@ -27,6 +27,8 @@ class Order:
     cache_salt: str = ""
     stream_interval: int | None = None
     """Tokens in a chunk; None for one answer at the end."""
+    cumulative: bool = False
+    """Each answer of a stream holds everything so far, instead of a chunk."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ class Ticket:
         self.times.last_token_s = now
         if self.order.stream_interval is None:
             return engine.output(request) if request.finished else None
+        if self.order.cumulative:
+            return engine.output(request)
         chunks = [self._chunk(engine, completion) for completion in request.completions]
         return [chunk for chunk in chunks if chunk is not None] or None
 
@@ -156,6 +160,35 @@ class Ticket:
         self.check()
         assert self._output is not None
         return self._output
+
+    async def outputs(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        """What comes, until the request has finished, under the client's name for it. Raises what `fail` was given."""
+        finished = False
+        while not finished:
+            await self.news.wait()
+            self.news.clear()
+            self.check()
+            finished = self.finished
+            output, self._output = self._output, None
+            if output is None and (chunks := self.take()):
+                output = self._delta(chunks)
+            if output is not None:
+                output.request_id = request_id
+                yield output
+
+    def _delta(self, chunks: list[CompletionOutput]) -> RequestOutput:
+        order = self.order
+        assert self.seed is not None
+        return RequestOutput(
+            request_id=self.key,
+            prompt=order.prompt,
+            prompt_token_ids=order.prompt_token_ids,
+            outputs=chunks,
+            finished=self.finished,
+            seed=self.seed,
+            num_cached_tokens=self.num_cached_tokens,
+            sampling_params=order.params,
+        )
 
     def take(self) -> list[CompletionOutput]:
         """The chunks that came since the last call, those of one completion as one."""
