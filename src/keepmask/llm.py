@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
 from keepmask.engine.prompts import Prompt, Prompts
@@ -14,7 +17,7 @@ from keepmask.engine.request import Request
 from keepmask.engine.turns import Turns
 from keepmask.errors import EngineError, RequestError
 from keepmask.messages import Message, read_messages, render_chat
-from keepmask.outputs import RequestOutput
+from keepmask.outputs import RequestOutput, Rollout
 from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor
 
@@ -171,6 +174,49 @@ class LLM:
         finally:
             self._abort([request])
 
+    def rollouts(
+        self, prompts: Sequence[ArrayLike], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Rollout]]:
+        """See `backends.base.Rollouts`, which this class satisfies."""
+        return [output.rollouts() for output in self.generate(_as_prompts(prompts), params, use_tqdm=False)]
+
+    def rollouts_as_finished(
+        self, prompts: Sequence[ArrayLike], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[tuple[int, list[Rollout]]]:
+        """See `backends.base.Rollouts`."""
+        return self._as_finished(self._check(_as_prompts(prompts), params))
+
+    def _as_finished(self, checked: list[_Checked]) -> Iterator[tuple[int, list[Rollout]]]:
+        left: dict[Request, int] = {}
+        try:
+            with self._turns:
+                left = {self._add(each): at for at, each in enumerate(checked) if each.refusal is None}
+                refused = [(at, self._refused(each)) for at, each in enumerate(checked) if each.refusal]
+            yield from ((at, output.rollouts()) for at, output in refused)
+            while left:
+                with self._turns:
+                    if not any(request.finished for request in left):
+                        self._step()
+                    done = [request for request in left if request.finished]
+                    finished = [(left.pop(request), self.engine.output(request)) for request in done]
+                yield from ((at, output.rollouts()) for at, output in finished)
+        finally:
+            self._abort(list(left))
+
+    def resolved_params(self, prompt: ArrayLike, params: SamplingParams) -> SamplingParams:
+        """The parameters that the draws of this prompt (token ids) would use, every default resolved."""
+        return self.engine.resolve(np.asarray(prompt).tolist(), params, cut=True)
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that draw the next token."""
+        return self.engine.weight_version
+
+    def close(self) -> None:
+        """End every request under way. The engine goes with the object."""
+        with self._turns:
+            self.engine.abort_all()
+
     def update_weights(
         self,
         weights: Mapping[str, Tensor] | str | Path,
@@ -275,6 +321,10 @@ class LLM:
                 batch,
                 lambda num_left: progress.update(size - num_left, self.engine.stats().num_generated_tokens - before),
             )
+
+
+def _as_prompts(prompts: Sequence[ArrayLike]) -> list[Prompt]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
 def _progress(request: Request) -> tuple[int, bool]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from keepmask.backends.base import weight_parts
 from keepmask.errors import BackendError, MaskError, RequestError
 from keepmask.mask import SamplingMask
 from keepmask.outputs import Rollout, WeightVersionSpan
 from keepmask.params import SamplingParams
 from keepmask.wire.fields import JsonForm, mask_from_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["AsyncClient", "Client", "joined"]
 
@@ -28,6 +34,7 @@ _ABORT = "/inference/v1/abort_requests"
 _BINARY = {"content-type": "application/octet-stream"}
 _BUSY = (429, 503)
 _CONNECT_S = 10.0
+_MAX_CONNECTIONS = 256  # of a client that waits for each answer on a thread
 
 
 class Client:
@@ -50,7 +57,8 @@ class Client:
         retries: int = 60,
         mask_format: JsonForm = "base64",
     ) -> None:
-        self._http = httpx.Client(**_options(url, api_key, timeout_s))
+        limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS)
+        self._http = httpx.Client(**_options(url, api_key, timeout_s), limits=limits)
         self._retries, self._form = retries, mask_format
 
     def __enter__(self) -> Self:
@@ -93,17 +101,58 @@ class Client:
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, error) from error
 
+    def rollouts(
+        self, prompts: Sequence[ArrayLike], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Rollout]]:
+        """See `backends.base.Rollouts`, which this class satisfies."""
+        found = dict(self.rollouts_as_finished(prompts, params))
+        return [found[at] for at in range(len(prompts))]
+
+    def rollouts_as_finished(
+        self, prompts: Sequence[ArrayLike], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[tuple[int, list[Rollout]]]:
+        """See `backends.base.Rollouts`. The requests travel on a thread each."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        names = [f"rollout-{secrets.token_hex(16)}" for _ in each]
+        left = dict(enumerate(names))
+        with ThreadPoolExecutor(max(1, min(len(names), _MAX_CONNECTIONS))) as pool:
+            jobs = {
+                pool.submit(self.generate, prompt, own, request_id=name): at
+                for at, (prompt, own, name) in enumerate(zip(prompts, each, names, strict=True))
+            }
+            try:
+                for job in as_completed(jobs):
+                    del left[jobs[job]]
+                    yield jobs[job], job.result()
+            finally:
+                if left:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    self.abort(list(left.values()))
+
+    def resolved_params(self, prompt: ArrayLike, params: SamplingParams) -> SamplingParams:
+        """See `backends.base.Rollouts`. The server fills in max_tokens; what else is unset follows its settings."""
+        room = int(self.get("/v1/models")["data"][0]["max_model_len"]) - np.asarray(prompt).size
+        return params.replace(max_tokens=room) if params.max_tokens is None else params
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that draw the next token."""
+        return str(self.get("/weight_info")["weight_version"])
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each is answered with what it has."""
         self.post(_ABORT, {"request_ids": list(request_ids)})
 
-    def update_weights(self, parts: Iterable[bytes], version: str | None = None, **options: bool) -> str:
-        """Replace the server's weights by safetensors files, each with some of the tensors; returns their version.
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | Iterable[bytes], version: str | None = None, **options: bool
+    ) -> str:
+        """Replace the server's weights; returns their version.
 
-        options: partial, cast, discard, as in the body of /start_weight_update.
+        weights: all tensors by their names, which also drops an update that was never finished; or safetensors files,
+        each with some of them. options: partial, cast, discard, as in the body of /start_weight_update.
         """
-        self.post("/start_weight_update", options)
-        for part in parts:
+        self.post("/start_weight_update", _started(weights, options))
+        for part in _parts(weights):
             self._send("/update_weights", content=part, headers=_BINARY)
         return str(self.post("/finish_weight_update", _finish(version))["weight_version"])
 
@@ -187,10 +236,12 @@ class AsyncClient:
         """End these requests; each is answered with what it has."""
         await self.post(_ABORT, {"request_ids": list(request_ids)})
 
-    async def update_weights(self, parts: Iterable[bytes], version: str | None = None, **options: bool) -> str:
+    async def update_weights(
+        self, weights: Mapping[str, Tensor] | Iterable[bytes], version: str | None = None, **options: bool
+    ) -> str:
         """As `Client.update_weights`."""
-        await self.post("/start_weight_update", options)
-        for part in parts:
+        await self.post("/start_weight_update", _started(weights, options))
+        for part in _parts(weights):
             await self._send("/update_weights", content=part, headers=_BINARY)
         return str((await self.post("/finish_weight_update", _finish(version)))["weight_version"])
 
@@ -333,6 +384,14 @@ def _logprobs(logprobs: Any, token_ids: NDArray[np.int32]) -> NDArray[np.float32
     if [entry["token_id"] for entry in content] != token_ids.tolist():
         raise ValueError("logprobs are of other tokens than token_ids")
     return np.asarray([entry["logprob"] for entry in content], np.float32)
+
+
+def _started(weights: Mapping[str, Tensor] | Iterable[bytes], options: dict[str, bool]) -> dict[str, bool]:
+    return {"discard": True, **options} if isinstance(weights, Mapping) else options
+
+
+def _parts(weights: Mapping[str, Tensor] | Iterable[bytes]) -> Iterable[bytes]:
+    return weight_parts(weights.items()) if isinstance(weights, Mapping) else weights
 
 
 def _finish(version: str | None) -> dict[str, str]:

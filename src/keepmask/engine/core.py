@@ -257,6 +257,10 @@ class Engine:
             self._forget(request)
         return aborted
 
+    def abort_all(self) -> list[Request]:
+        """`abort` every request."""
+        return self.abort(list(self._requests))
+
     def reset_prefix_cache(self) -> None:
         """New requests compute their prompts anew, whatever was computed before."""
         self._pool.forget_all()
