@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from keepmask.engine.completion_text import CompletionText, byte_token_ids
+from keepmask.engine.completion_text import CompletionText
+from keepmask.engine.token_bytes import byte_values
 
 BYTES = tiny.byte_tokenizer().backend_tokenizer
 PIECES = tiny.byte_fallback_tokenizer()
@@ -14,7 +15,7 @@ REPLACEMENT = "\ufffd"
 
 
 def text_of(backend, **options):
-    return CompletionText(backend, byte_ids=byte_token_ids(backend), **options)
+    return CompletionText(backend, byte_ids=byte_values(backend), **options)
 
 
 def grown(text, token_ids):
@@ -81,8 +82,8 @@ def test_a_special_token_that_is_left_out_does_not_part_a_character():
 
 
 def test_tokens_named_like_bytes_are_no_bytes_where_the_tokenizer_does_not_decode_them():
-    assert len(byte_token_ids(PIECES)) == 256
-    assert byte_token_ids(BYTES) == frozenset()
+    assert len(byte_values(PIECES)) == 256
+    assert byte_values(BYTES) == {}
 
 
 def find(stop, words, **options):

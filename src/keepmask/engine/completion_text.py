@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-__all__ = ["CompletionText", "byte_token_ids"]
+__all__ = ["CompletionText", "TextOffsets"]
 
 _INCOMPLETE = "\ufffd"  # what decoding makes of bytes that are no whole character, or not yet
 
@@ -16,7 +16,7 @@ class CompletionText:
     What `released` has once returned never changes. The text of all tokens is what the tokenizer makes of them
     together; where a tokenizer rewrites earlier text in the light of later tokens, the earlier text stands.
 
-    tokenizer: the backend, which decodes. byte_ids: see `byte_token_ids`. stop: strings that end the text; one counts
+    tokenizer: the backend, which decodes. byte_ids: those of `byte_values`. stop: strings that end the text; one counts
     only if its last character comes with a token after the first `min_tokens`.
     """
 
@@ -42,7 +42,7 @@ class CompletionText:
         self,
         tokenizer: Any,
         *,
-        byte_ids: frozenset[int] = frozenset(),
+        byte_ids: Container[int] = (),
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
@@ -138,13 +138,20 @@ class CompletionText:
         return text
 
 
-def byte_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of <0x00> to <0xFF>, if this backend reads them as bytes, as SentencePiece models do.
+class TextOffsets:
+    """Where the text of each token begins in the text of a completion, counted in characters.
 
-    It decodes a run of them together: one wrong byte turns them all into replacement characters, those before it too.
+    A token without a text of its own, a special one that is left out or the beginning of a character, begins where the
+    next text will.
     """
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-    letter = ids[ord("A")]
-    if letter is None or tokenizer.decode([letter]) != "A":
-        return frozenset()
-    return frozenset(token_id for token_id in ids if token_id is not None)
+
+    def __init__(self, text: CompletionText) -> None:
+        self._text = text
+
+    def push(self, token_ids: Iterable[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(len(self._text.text))
+            self._text.push([token_id])
+        return offsets

@@ -94,7 +94,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             speculation=self._speculation,
         )
-        self._outputs = OutputBuilder(self.tokenizer)
+        self.outputs = OutputBuilder(self.tokenizer)
         self._grammars = (
             None
             if self.tokenizer is None
@@ -173,7 +173,7 @@ class Engine:
                 bad_words_token_ids=bad_words,
                 grammar=self.open_form(params),
             )
-            completion = Completion(request=request, index=index, row=row, text=self._outputs.open_text(request))
+            completion = Completion(request=request, index=index, row=row, text=self.outputs.open_text(request))
             if row.returns_mask:
                 completion.supports = SupportRows(with_logprobs=row.returns_mask_logprobs)
             request.completions.append(completion)
@@ -237,11 +237,11 @@ class Engine:
 
     def output(self, request: Request) -> RequestOutput:
         """All there is of the request so far."""
-        return self._outputs.request_output(request)
+        return self.outputs.request_output(request)
 
     def delta(self, completion: Completion, start: int, text_start: int) -> CompletionOutput:
         """The completion from token `start` and character `text_start` on: one chunk of a stream."""
-        return self._outputs.completion_output(completion, start, text_start)
+        return self.outputs.completion_output(completion, start, text_start)
 
     def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[Request]:
         """End these requests where they stand; they keep their tokens and rows. Unknown ids are passed over.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepmask.engine.completion_text import CompletionText, byte_token_ids
+from keepmask.engine.completion_text import CompletionText, TextOffsets
 from keepmask.engine.request import Completion, Request, State
+from keepmask.engine.token_bytes import TokenBytes, byte_values
 from keepmask.outputs import CompletionOutput, Logprob, RequestOutput, WeightVersionSpan
+from keepmask.params import SamplingParams
 from keepmask.sampling import TokenLogprobs
 
 __all__ = ["OutputBuilder"]
@@ -17,7 +19,8 @@ class OutputBuilder:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._byte_ids = frozenset() if tokenizer is None else byte_token_ids(tokenizer.backend_tokenizer)
+        self.token_bytes = None if tokenizer is None else TokenBytes(tokenizer.backend_tokenizer)
+        self._byte_ids = frozenset() if tokenizer is None else frozenset(byte_values(tokenizer.backend_tokenizer))
         self._pieces: dict[int, str] = {}
 
     def open_text(self, request: Request) -> CompletionText | None:
@@ -32,6 +35,17 @@ class OutputBuilder:
             stop=[each for each in params.stop if each not in request.stop_names.values()],
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+        )
+
+    def text_offsets(self, params: SamplingParams) -> TextOffsets:
+        """For the tokens of a completion with these params."""
+        assert self._tokenizer is not None
+        return TextOffsets(
+            CompletionText(
+                self._tokenizer.backend_tokenizer,
+                byte_ids=self._byte_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
         )
 
     def request_output(self, request: Request) -> RequestOutput:
