@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,7 +28,10 @@ def folder(tiny_with_text):
 def llm(folder):
     with AsyncLLM(folder, **OPTIONS) as made:
         yield made
-    assert made._engine.num_unfinished == 0 or made.dead_error.__cause__ is not None
+        limit = time.monotonic() + 10
+        while made.is_running and made._engine.num_unfinished:  # aborts reach the engine between two steps
+            assert time.monotonic() < limit
+            time.sleep(0.001)
 
 
 @pytest.fixture(scope="module")
