@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from keepmask.sampling.cpu.search import Found
-from keepmask.sampling.row_records import OFF_K, RECORD
+from keepmask.sampling.records import OFF_K, RECORD
 
 EXACT = (0.0, 0.0)
 HALF = (2 * 2.0**-8, 2.0**-12)

@@ -6,7 +6,7 @@ import torch
 
 from keepmask.sampling.cuda.draw_records import DRAW, REACHED, Best, Candidates, column
 from keepmask.sampling.noise import gumbel
-from keepmask.sampling.row_records import (
+from keepmask.sampling.records import (
     BAND,
     EMPTY,
     HF,

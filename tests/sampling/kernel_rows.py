@@ -6,7 +6,8 @@ import torch
 
 import oracle
 from keepmask.sampling.cuda.draw_records import words_of
-from keepmask.sampling.row_records import PROFILES, RECORD
+from keepmask.sampling.records import RECORD
+from keepmask.sampling.row_records import PROFILES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

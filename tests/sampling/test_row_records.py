@@ -6,7 +6,8 @@ from sampler_rows import masks, open_row
 
 from keepmask.sampling import Sampler
 from keepmask.sampling.cuda.draw_records import column, words_of
-from keepmask.sampling.row_records import OFF_K, PROFILES, RECORD, RowRecords
+from keepmask.sampling.records import OFF_K, RECORD
+from keepmask.sampling.row_records import PROFILES, RowRecords
 
 
 def rows_of(spec, params):

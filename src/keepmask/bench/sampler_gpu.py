@@ -27,7 +27,8 @@ from keepmask.bench.sampler import CASES, logits_like_a_model, truncated
 from keepmask.bench.timing import Row, arguments, quantiles, report
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
-from keepmask.sampling.row_records import MAX_CANDIDATES, RowRecords
+from keepmask.sampling.records import MAX_CANDIDATES
+from keepmask.sampling.row_records import RowRecords
 
 SHAPES = ((64, 151_936), (256, 151_936))
 REPEATS, WARM_UP, AT_ONCE = 50, 5, 10

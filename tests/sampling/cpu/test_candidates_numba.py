@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keepmask.sampling.cpu import candidates_numba as candidates
 from keepmask.sampling.cpu.rows_numba import all_legal
-from keepmask.sampling.row_records import EMPTY, NOT_FINITE, OK, TOO_MANY
+from keepmask.sampling.records import EMPTY, NOT_FINITE, OK, TOO_MANY
 
 
 def select(row, *, T=1.0, k=0, log_min_p=-np.inf, top_p=1.0, weighs=False, margin=EXACT, token=(-1, 0.0), C=None):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keepmask.sampling.cpu import contenders_numba
 from keepmask.sampling.noise import gumbel
-from keepmask.sampling.row_records import EMPTY, TOO_MANY
+from keepmask.sampling.records import EMPTY, TOO_MANY
 
 
 def contenders(row, *, T=1.0, position=0, seed=0, margin=EXACT, C=None):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepmask.sampling.cpu import draw_numba as draws
-from keepmask.sampling.row_records import INSUFFICIENT, NOT_FINITE, OK, SGLANG, UNCERTAIN
+from keepmask.sampling.records import INSUFFICIENT, NOT_FINITE, OK, SGLANG, UNCERTAIN
 
 LOGITS = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**126, min_value=-(2.0**126))
 

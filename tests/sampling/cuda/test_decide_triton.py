@@ -7,7 +7,7 @@ import torch
 from kernel_rows import FILTERS, close_scores, interpreted, on_device, row, table
 
 from keepmask.sampling.cuda import capture_triton, decide_triton, select_triton
-from keepmask.sampling.row_records import NOT_FINITE, OK, TOO_MANY, UNCERTAIN
+from keepmask.sampling.records import NOT_FINITE, OK, TOO_MANY, UNCERTAIN
 
 pytestmark = interpreted
 

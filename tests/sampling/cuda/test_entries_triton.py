@@ -8,7 +8,7 @@ from kernel_rows import interpreted, on_device, row, table
 
 from keepmask.sampling.cuda import entries_triton
 from keepmask.sampling.cuda.draw_records import Candidates
-from keepmask.sampling.row_records import OK, TOO_MANY
+from keepmask.sampling.records import OK, TOO_MANY
 
 pytestmark = interpreted
 FORMS = [entries_triton, cuda_oracles]

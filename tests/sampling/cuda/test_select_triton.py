@@ -7,7 +7,7 @@ import torch
 from kernel_rows import DEVICE, FILTERS, interpreted, on_device, row, table
 
 from keepmask.sampling.cuda import select_triton
-from keepmask.sampling.row_records import EMPTY, NOT_FINITE, OK, TOO_MANY
+from keepmask.sampling.records import EMPTY, NOT_FINITE, OK, TOO_MANY
 
 pytestmark = interpreted
 

@@ -21,7 +21,7 @@ from keepmask.sampling.cpu.rows_numba import (
     value_of_key,
     widen,
 )
-from keepmask.sampling.row_records import BAND, EMPTY, NOT_FINITE, OK, TOO_MANY, Records
+from keepmask.sampling.records import BAND, EMPTY, NOT_FINITE, OK, TOO_MANY, Records
 
 __all__ = ["run_bfloat16", "run_float32", "select", "select_bfloat16"]
 

@@ -20,7 +20,7 @@ from keepmask.sampling.cpu.rows_numba import (
     value_of_key,
     widen,
 )
-from keepmask.sampling.row_records import EMPTY, NEAR, NOT_FINITE, OK, RELATIVELY_NEAR, TOO_MANY, Records
+from keepmask.sampling.records import EMPTY, NEAR, NOT_FINITE, OK, RELATIVELY_NEAR, TOO_MANY, Records
 
 __all__ = ["contenders", "contenders_bfloat16", "near", "run_bfloat16", "run_float32"]
 

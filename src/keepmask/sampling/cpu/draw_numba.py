@@ -18,7 +18,7 @@ from keepmask.compiled.team_rows import on_team
 from keepmask.sampling.cpu.contenders_numba import near
 from keepmask.sampling.cpu.noise_numba import gumbel
 from keepmask.sampling.cpu.rows_numba import order_key, value_of_key
-from keepmask.sampling.row_records import (
+from keepmask.sampling.records import (
     BAND,
     HF,
     INSUFFICIENT,

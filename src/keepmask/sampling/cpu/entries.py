@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from keepmask.config import LogprobsMode
 from keepmask.sampling.cpu.groups import Group
 from keepmask.sampling.cpu.search import Found, Search
-from keepmask.sampling.row_records import OK, TOO_MANY, Ints
+from keepmask.sampling.records import OK, TOO_MANY, Ints
 from keepmask.sampling.token_logprobs import BatchLogprobs, finite
 
 __all__ = ["Entries", "entries_over_all", "put_entries"]

@@ -23,8 +23,9 @@ from keepmask.sampling.cpu.search import Found, Scratch, Search, sort_rows
 from keepmask.sampling.definition import draw_by_definition, not_finite_error
 from keepmask.sampling.drawn import Drawn
 from keepmask.sampling.processors import changes_logits, changes_values, process
+from keepmask.sampling.records import INSUFFICIENT, NOT_FINITE, OK, TOO_MANY, UNCERTAIN, Records
 from keepmask.sampling.row import SamplingRow
-from keepmask.sampling.row_records import INSUFFICIENT, NOT_FINITE, OK, TOO_MANY, UNCERTAIN, Records, RowRecords
+from keepmask.sampling.row_records import RowRecords
 from keepmask.sampling.spec import SamplerSpec
 
 __all__ = ["FastDraw"]

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keepmask.sampling.row_records import Ints, Records
+from keepmask.sampling.records import Ints, Records
 
 __all__ = ["Group"]
 

@@ -14,7 +14,7 @@ from keepmask.compiled.team_rows import run_rows
 from keepmask.head.sampled_logits import Head
 from keepmask.sampling.cpu import candidates_numba, contenders_numba, draw_numba, rows_numba
 from keepmask.sampling.cpu.groups import Group
-from keepmask.sampling.row_records import MAX_CANDIDATES, Records
+from keepmask.sampling.records import MAX_CANDIDATES, Records
 
 __all__ = ["FOUND", "Found", "Scratch", "Search", "sort_rows"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from keepmask.sampling import row_records
+from keepmask.sampling import records as codes
 from keepmask.sampling.cuda.draw_records import Candidates
 from keepmask.sampling.cuda.ops_triton import (
     ABOVE_ALL,
@@ -44,12 +44,12 @@ HIGHEST, TOTAL, WEIGHT, LOG_WEIGHT = (draw_field(name) for name in ("highest", "
 TOKEN_ID, TOKEN_S, TOKEN_LOGPROB = (draw_field("token_" + name) for name in ("id", "s", "logprob"))
 COUNT, OVER_ALL, RANK = (draw_field(name) for name in ("count", "over_all", "rank"))
 BOUND, FIRST, LAST = (draw_field(name) for name in ("bound", "first", "last"))
-OK, TOO_MANY = tl.constexpr(row_records.OK), tl.constexpr(row_records.TOO_MANY)
-UNCERTAIN, OUTSIDE = tl.constexpr(row_records.UNCERTAIN), tl.constexpr(row_records.OUTSIDE)
-VLLM, HF = tl.constexpr(row_records.VLLM), tl.constexpr(row_records.HF)
-SGLANG, SGLANG_TORCH = tl.constexpr(row_records.SGLANG), tl.constexpr(row_records.SGLANG_TORCH)
-BAND = tl.constexpr(row_records.BAND)
-NEAR, RELATIVELY_NEAR = tl.constexpr(row_records.NEAR), tl.constexpr(row_records.RELATIVELY_NEAR)
+OK, TOO_MANY = tl.constexpr(codes.OK), tl.constexpr(codes.TOO_MANY)
+UNCERTAIN, OUTSIDE = tl.constexpr(codes.UNCERTAIN), tl.constexpr(codes.OUTSIDE)
+VLLM, HF = tl.constexpr(codes.VLLM), tl.constexpr(codes.HF)
+SGLANG, SGLANG_TORCH = tl.constexpr(codes.SGLANG), tl.constexpr(codes.SGLANG_TORCH)
+BAND = tl.constexpr(codes.BAND)
+NEAR, RELATIVELY_NEAR = tl.constexpr(codes.NEAR), tl.constexpr(codes.RELATIVELY_NEAR)
 
 CERTAIN, CLOSE, NOT_REACHED = (tl.constexpr(outcome) for outcome in range(3))
 """How a mass cut went: as it says; some sum may come out either way; the entries do not weigh enough to reach it."""

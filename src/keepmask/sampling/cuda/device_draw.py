@@ -30,18 +30,9 @@ from keepmask.sampling.cuda.ops_triton import interpreted
 from keepmask.sampling.definition import draw_by_definition, not_finite_error
 from keepmask.sampling.drawn import Drawn, PendingMask, Supports
 from keepmask.sampling.processors import changes_logits, process
+from keepmask.sampling.records import MAX_CANDIDATES, NOT_FINITE, OK, OUTSIDE, TOO_MANY, UNCERTAIN, Ints, Records
 from keepmask.sampling.row import SamplingRow
-from keepmask.sampling.row_records import (
-    MAX_CANDIDATES,
-    NOT_FINITE,
-    OK,
-    OUTSIDE,
-    TOO_MANY,
-    UNCERTAIN,
-    Ints,
-    Records,
-    RowRecords,
-)
+from keepmask.sampling.row_records import RowRecords
 from keepmask.sampling.spec import SamplerSpec
 from keepmask.sampling.transfer import HostCopies, Transfer, to_device
 

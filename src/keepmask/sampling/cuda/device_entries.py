@@ -12,7 +12,7 @@ from torch import Tensor
 from keepmask.config import LogprobsMode
 from keepmask.sampling.cuda import entries_triton, select_triton
 from keepmask.sampling.cuda.draw_records import Candidates, column, words_of
-from keepmask.sampling.row_records import OK, Ints, Records
+from keepmask.sampling.records import OK, Ints, Records
 from keepmask.sampling.token_logprobs import BatchLogprobs
 from keepmask.sampling.transfer import to_device
 

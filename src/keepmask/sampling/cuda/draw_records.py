@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keepmask.sampling.row_records import BAND, RECORD, Records
+from keepmask.sampling.records import BAND, RECORD, Records
 
 __all__ = ["DRAW", "REACHED", "Best", "Candidates", "column", "words_of"]
 

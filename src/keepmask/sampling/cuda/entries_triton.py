@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepmask.sampling import row_records
+from keepmask.sampling import records as codes
 from keepmask.sampling.cuda.draw_records import Best, Candidates
 from keepmask.sampling.cuda.ops_triton import (
     ABOVE_ALL,
@@ -33,7 +33,7 @@ SOURCE, TEMPERATURE, WHOLE, NUM_LOGPROBS = (field(name) for name in ("source", "
 STATUS, NUM_CANDIDATES, OVER_ALL = (draw_field(name) for name in ("status", "num_candidates", "over_all"))
 BOUND, FIRST, LAST = (draw_field(name) for name in ("bound", "first", "last"))
 HIGHEST, LOG_WEIGHT = draw_field("highest"), draw_field("log_weight")
-OK = tl.constexpr(row_records.OK)
+OK = tl.constexpr(codes.OK)
 
 
 @jit

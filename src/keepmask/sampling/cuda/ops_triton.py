@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keepmask.sampling.cuda.draw_records import DRAW
-from keepmask.sampling.row_records import RECORD
+from keepmask.sampling.records import RECORD
 
 __all__ = [
     "ABOVE_ALL",

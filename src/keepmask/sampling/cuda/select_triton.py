@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepmask.sampling import row_records
+from keepmask.sampling import records as codes
 from keepmask.sampling.cuda import draw_records
 from keepmask.sampling.cuda.draw_records import Candidates
 from keepmask.sampling.cuda.ops_triton import (
@@ -48,7 +48,7 @@ MIN_GROUP, MAX_GROUPS, COLLECTED_AT_ONCE = 4, 4096, 1024
 SOURCE, TEMPERATURE, WHOLE, WEIGHS = (field(name) for name in ("source", "temperature", "whole", "weighs"))
 SELECT_K, SELECT_LOG_MIN_P, SELECT_TOP_P = (field("select_" + name) for name in ("k", "log_min_p", "top_p"))
 OK, NOT_FINITE, EMPTY, TOO_MANY = (
-    tl.constexpr(code) for code in (row_records.OK, row_records.NOT_FINITE, row_records.EMPTY, row_records.TOO_MANY)
+    tl.constexpr(code) for code in (codes.OK, codes.NOT_FINITE, codes.EMPTY, codes.TOO_MANY)
 )
 STATUS, NUM_CANDIDATES, NUM_POSSIBLE = (draw_field(name) for name in ("status", "num_candidates", "num_possible"))
 HIGHEST, TOTAL, WEIGHT = (draw_field(name) for name in ("highest", "total", "weight"))
