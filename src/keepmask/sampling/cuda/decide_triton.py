@@ -294,6 +294,19 @@ def place_of(token_id: tl.tensor, row: tl.tuple, cut: tl.tuple, ALL: tl.constexp
 
 
 @jit
+def put_draw(draw_ptr: tl.tensor, cut: tl.tuple, token: tl.tuple, highest: tl.tensor, log_weight: tl.tensor) -> None:
+    """Store a cut, as s and ids; and a token: its id, s and rank."""
+    tl.store(draw_ptr + BOUND, word(cut[0]))
+    tl.store(draw_ptr + FIRST, cut[1].to(tl.int64))
+    tl.store(draw_ptr + LAST, cut[2].to(tl.int64))
+    tl.store(draw_ptr + LOG_WEIGHT, word(log_weight))
+    tl.store(draw_ptr + TOKEN_ID, token[0].to(tl.int64))
+    tl.store(draw_ptr + TOKEN_S, word(token[1]))
+    tl.store(draw_ptr + TOKEN_LOGPROB, word(token[1].to(tl.float64) - highest - log_weight))
+    tl.store(draw_ptr + RANK, token[2].to(tl.int64))
+
+
+@jit
 def decide_rows(
     z_ptr: tl.tensor,  # [M, C] float32, candidates; or [R, V], logits
     stride: tl.tensor,
@@ -351,16 +364,9 @@ def decide_rows(
         too_few = (outcome == NOT_REACHED) & (tl.load(params_ptr + BY_RANK) == 0)
         status = tl.where(too_few, TOO_MANY, status)
     tl.store(draw_ptr + STATUS, status.to(tl.int64))
-    tl.store(draw_ptr + BOUND, word(bound_s))
-    tl.store(draw_ptr + FIRST, first.to(tl.int64))
-    tl.store(draw_ptr + LAST, last.to(tl.int64))
-    tl.store(draw_ptr + LOG_WEIGHT, word(log_weight))
-    tl.store(draw_ptr + TOKEN_ID, token_id.to(tl.int64))
     tl.store(draw_ptr + COUNT, tl.where(count == V, 0, count).to(tl.int64))
     tl.store(draw_ptr + OVER_ALL, over_all.to(tl.int64))
-    tl.store(draw_ptr + TOKEN_S, word(token_s))
-    tl.store(draw_ptr + TOKEN_LOGPROB, word(token_s.to(tl.float64) - highest - log_weight))
-    tl.store(draw_ptr + RANK, rank.to(tl.int64))
+    put_draw(draw_ptr, (bound_s, first, last), (token_id, token_s, rank), highest, log_weight)
 
 
 def decide(found: Candidates, records: Tensor, V: int) -> None:

@@ -233,11 +233,9 @@ def collect(
     tl.store(draw_ptr + NUM_POSSIBLE, tl.sum(tl.load(at + POSSIBLE * num_tiles, mask=real_tile, other=0), 0))
     tl.store(draw_ptr + HIGHEST, word(highest))
     tl.store(draw_ptr + NUM_CANDIDATES, tl.full((), 0, tl.int64))
-    if (low < MINUS_INFINITY_KEY) | (high >= INFINITY_KEY):
-        tl.store(draw_ptr + STATUS, tl.full((), NOT_FINITE, tl.int64))
-        return
-    if high == MINUS_INFINITY_KEY:
-        tl.store(draw_ptr + STATUS, tl.full((), EMPTY, tl.int64))
+    illegal = (low < MINUS_INFINITY_KEY) | (high >= INFINITY_KEY)
+    if illegal | (high == MINUS_INFINITY_KEY):
+        tl.store(draw_ptr + STATUS, tl.where(illegal, NOT_FINITE, EMPTY).to(tl.int64))
         return
 
     total = highest * 0.0
