@@ -84,11 +84,7 @@ def warm_start(folder: Path, steps: int) -> float:
         texts = []
         for _ in range(128):
             question, answer = problem(rng)
-            said = [
-                str(min(max(int(n) + round(rng.gauss(0, 3)), 0), 99)) if rng.random() < 0.2 else n
-                for n in answer.split()
-            ]
-            texts.append(f"{question} {' '.join(said)} <eos>")
+            texts.append(f"{question} {' '.join(erring(answer, rng))} <eos>")
         ids = torch.tensor(words(texts)["input_ids"])
         labels = ids.clone()
         labels[:, : LENGTH + 1] = -100
@@ -197,7 +193,7 @@ def run(arm: str, seed: int, folder: Path, generations: int, learning_rate: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("evidence"), help="folder for rows.jsonl and the figure")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--generations", type=int, default=25)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--warm-steps", type=int, default=300)
@@ -212,7 +208,7 @@ def main() -> None:
     rows = args.output / "rows.jsonl"
     lines = rows.read_text().splitlines() if rows.exists() else []
     done = {(row["arm"], row["seed"]) for row in map(json.loads, lines)}
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for arm in args.arms:
             if (arm, seed) in done:
                 continue

@@ -20,7 +20,7 @@ from keepmask.report.plots import mass_chart, ratio_histogram, sequence_chart, s
 from keepmask.report.worst import NUM_TOKENS, widest_table, worst_section
 from keepmask.wire.atomic_files import write_atomically
 
-__all__ = ["write_report"]
+__all__ = ["document", "figure", "tile", "write_report"]
 
 _MAX_TOKENS = 30_000  # tokens whose supports are embedded, about 4 MB of page
 _PARAMS = {
@@ -71,13 +71,13 @@ def write_report(
         completions_section(rollouts, excerpt),
         f"<footer>keepmask {escape(__version__)} · nothing on this page is loaded from elsewhere</footer>",
     ]
-    page = _document(f"{_model(metadata)} · keepmask report", "".join(body), excerpt.data())
+    page = document(f"{_model(metadata)} · keepmask report", "".join(body), excerpt.data())
     with write_atomically(path) as stream:
         stream.write(page.encode("utf-8", "replace"))
     return path
 
 
-def _document(title: str, body: str, data: Any) -> str:
+def document(title: str, body: str, data: Any) -> str:
     """The page. Its policy lets it run its own script and style, known by hash, and nothing else."""
     assets = files("keepmask.report") / "assets"
     style, script = ((assets / name).read_text("utf-8") for name in ("report.css", "report.js"))
@@ -141,34 +141,35 @@ def _headline(metrics: Metrics) -> str:
     if "ratio_replayed_outside_0.1" in table:
         tiles.append(_before_after("Ratio outside [0.9, 1.1]", table, "ratio_{}_outside_0.1", "%"))
     if "kept_mass_mean" in table:
-        tiles.append(_tile("Probability kept by the supports", number(table["kept_mass_mean"]), "mean over tokens"))
+        tiles.append(tile("Probability kept by the supports", number(table["kept_mass_mean"]), "mean over tokens"))
     if {"support_size_mean", "support_size_median", "support_size_p99"} <= table.keys():
         detail = f"mean {number(table['support_size_mean'], '1')}, 99 % up to {number(table['support_size_p99'], 'g')}"
-        tiles.append(_tile("Support size, median", number(table["support_size_median"], "g"), detail))
+        tiles.append(tile("Support size, median", number(table["support_size_median"], "g"), detail))
     if len(tiles) == 1 and "support_singleton_share" in table:
         single = share(table["support_singleton_share"])
-        tiles.append(_tile("Tokens with one possible id", single, "the sampler had no choice there"))
+        tiles.append(tile("Tokens with one possible id", single, "the sampler had no choice there"))
     return f'<section class="tiles" aria-label="Summary">{"".join(tiles)}</section>' if tiles else ""
 
 
-def _tile(label: str, value: str, detail: str) -> str:
+def tile(label: str, value: str, detail: str) -> str:
+    """One number of the summary."""
     return f'<div class="tile"><h2>{label}</h2><p class="big">{value}</p><p>{detail}</p></div>'
 
 
 def _before_after(label: str, table: Mapping[str, float], name: str, form: str) -> str:
     after = f'<span class="replayed">{number(table[name.format("replayed")], form)}</span>'
     if name.format("full") not in table:
-        return _tile(label, after, "replayed on the supports")
+        return tile(label, after, "replayed on the supports")
     before = f'<span class="full">{number(table[name.format("full")], form)}</span>'
-    return _tile(label, f"{before}<i>→</i>{after}", "full vocabulary → replayed")
+    return tile(label, f"{before}<i>→</i>{after}", "full vocabulary → replayed")
 
 
 def _charts(metrics: Metrics, excerpt: Excerpt) -> str:
     figures = _score_figures(metrics)
     if metrics.support_sizes.size:
-        figures.append(_figure("How many ids the sampler could draw", "", size_histogram(metrics.support_sizes)))
+        figures.append(figure("How many ids the sampler could draw", "", size_histogram(metrics.support_sizes)))
     if metrics.mismatch is None and metrics.support_sizes.size:
-        figures.append(_figure("Where the choice was widest", "", widest_table(metrics, excerpt)))
+        figures.append(figure("Where the choice was widest", "", widest_table(metrics, excerpt)))
     return f'<section class="charts" aria-label="Charts">{"".join(figures)}</section>' if figures else ""
 
 
@@ -180,17 +181,18 @@ def _score_figures(metrics: Metrics) -> list[str]:
     some = f", {count(len(metrics.scored))} completions" if len(metrics.scored) < metrics.num_rollouts else ""
     keys = _keys(mismatch.ratio_full is not None)
     histogram = ratio_histogram(mismatch.ratio_full, mismatch.ratio_replayed)
-    figures = [_figure(f"Importance ratio of each token{some}", keys, histogram)]
+    figures = [figure(f"Importance ratio of each token{some}", keys, histogram)]
     if metrics.sequence_replayed is not None:
         chart = sequence_chart(metrics.sequence_full, metrics.sequence_replayed)
-        figures.append(_figure("Ratio of the completion so far", keys, chart))
+        figures.append(figure("Ratio of the completion so far", keys, chart))
     if mismatch.kept_mass is not None and mismatch.support_sizes is not None:
         chart = mass_chart(mismatch.support_sizes, mismatch.kept_mass)
-        figures.append(_figure("Probability kept by the supports", "", chart))
+        figures.append(figure("Probability kept by the supports", "", chart))
     return figures
 
 
-def _figure(title: str, keys: str, chart: str) -> str:
+def figure(title: str, keys: str, chart: str) -> str:
+    """A chart under its title."""
     return f"<figure><figcaption><b>{title}</b>{keys}</figcaption>{chart}</figure>"
 
 

@@ -12,26 +12,42 @@ from numpy.typing import NDArray
 from keepmask.report.figures import SequenceRatio
 
 __all__ = [
+    "BOTTOM",
+    "HEIGHT",
+    "LEFT",
+    "RIGHT",
     "SIZE_BINS",
+    "TOP",
+    "WIDTH",
+    "Axis",
+    "chart",
+    "grid",
+    "log_ticks",
     "mass_chart",
+    "nice_ticks",
+    "percent",
+    "power",
     "ratio_histogram",
     "sequence_chart",
     "size_bin",
     "size_histogram",
     "size_label",
+    "x_axis",
+    "x_tick",
+    "y_axis",
 ]
 
 SIZE_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 2**31))
 """Support sizes, first and last of each shade; doubling, so the axis is logarithmic."""
 
-_WIDTH, _HEIGHT = 560.0, 260.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 10.0, 14.0, 38.0
+WIDTH, HEIGHT = 560.0, 260.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 14.0, 38.0
 _RATIO_BINS = 36
 
 Floats = NDArray[np.float64]
 
 
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
     """Maps values linearly (or their logarithms) to the chart's units."""
 
     low: float
@@ -41,6 +57,7 @@ class _Axis(NamedTuple):
     log: bool = False
 
     def at(self, value: float) -> float:
+        """Where a value is, in the chart's units; values beyond the ends are at the ends."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = np.log(low), np.log(high), np.log(max(value, 1e-300))
@@ -48,12 +65,14 @@ class _Axis(NamedTuple):
         return round(float(self.start + share * (self.end - self.start)), 1)
 
 
-def _x(low: float, high: float) -> _Axis:
-    return _Axis(low, high, _LEFT, _WIDTH - _RIGHT)
+def x_axis(low: float, high: float) -> Axis:
+    """The horizontal axis of a chart."""
+    return Axis(low, high, LEFT, WIDTH - RIGHT)
 
 
-def _y(low: float, high: float, *, log: bool = False) -> _Axis:
-    return _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, log)
+def y_axis(low: float, high: float, *, log: bool = False) -> Axis:
+    """The vertical axis of a chart."""
+    return Axis(low, high, HEIGHT - BOTTOM, TOP, log)
 
 
 def size_bin(size: int) -> int:
@@ -72,19 +91,19 @@ def size_histogram(sizes: NDArray[np.int64]) -> str:
     bins = _size_groups(sizes)
     shares = [int(where.sum()) / max(sizes.size, 1) for _, _, where in bins]
     top = _nice_ceiling(max(shares))
-    y = _y(0, top)
-    marks = [_grid(y, [top * i / 4 for i in range(5)], _percent)]
+    y = y_axis(0, top)
+    marks = [grid(y, [top * i / 4 for i in range(5)], percent)]
     for slot, (label, name, where), share in zip(_slots(len(bins)), bins, shares, strict=True):
-        title = f"support of {label} id{'s' * (label != '1')}: {int(where.sum()):,} tokens, {_percent(share)}"
+        title = f"support of {label} id{'s' * (label != '1')}: {int(where.sum()):,} tokens, {percent(share)}"
         head = y.at(share)
         marks.append(
             f"<g><title>{title}</title>{slot.backdrop()}"
             f'<rect class="bar {name}" x="{slot.at(0.1)}" y="{head}" width="{0.8 * slot.width:.1f}" '
             f'height="{y.start - head:.1f}"/>'
-            f'<text class="value" x="{slot.at(0.5)}" y="{head - 4:.1f}">{_percent(share) if share else ""}</text>'
+            f'<text class="value" x="{slot.at(0.5)}" y="{head - 4:.1f}">{percent(share) if share else ""}</text>'
             f"{slot.tick(label)}</g>"
         )
-    return _chart("Support sizes", marks, x_label="ids in the support", y_label="share of tokens")
+    return chart("Support sizes", marks, x_label="ids in the support", y_label="share of tokens")
 
 
 def mass_chart(sizes: NDArray[np.int64], kept: Floats) -> str:
@@ -93,8 +112,8 @@ def mass_chart(sizes: NDArray[np.int64], kept: Floats) -> str:
     quantiles = [np.percentile(kept[where], [10, 50, 90]).tolist() if where.any() else None for _, _, where in bins]
     low = min((values[0] for values in quantiles if values), default=0.0)
     foot = max(0.0, np.floor(low * 10 - 0.2) / 10)
-    y = _y(min(foot, 0.9), 1)
-    marks = [_grid(y, _nice_ticks(y.low, 1), lambda value: f"{value:g}")]
+    y = y_axis(min(foot, 0.9), 1)
+    marks = [grid(y, nice_ticks(y.low, 1), lambda value: f"{value:g}")]
     for slot, (label, _, where), values in zip(_slots(len(bins)), bins, quantiles, strict=True):
         shape = title = ""
         if values:
@@ -112,7 +131,7 @@ def mass_chart(sizes: NDArray[np.int64], kept: Floats) -> str:
                 f'y2="{y.at(middle)}"/>'
             )
         marks.append(f"<g>{title}{slot.backdrop()}{shape}{slot.tick(label)}</g>")
-    return _chart(
+    return chart(
         "Probability kept",
         marks,
         x_label="ids in the support · line: median, box: 10 to 90 %",
@@ -127,15 +146,15 @@ def ratio_histogram(full: Floats | None, replayed: Floats) -> str:
     """
     edges = _ratio_edges([ratio for ratio in (full, replayed) if ratio is not None])
     decades = int(np.clip(np.ceil(np.log10(replayed.size / 0.8)), 2, 6))  # so that one token can be seen
-    x, y = _x(edges[0], edges[-1]), _y(10.0**-decades, 1, log=True)
-    marks = [_grid(y, [10.0**-i for i in range(decades + 1)], _percent)]
-    marks += [_x_tick(x, tick) for tick in _nice_ticks(edges[1], edges[-2])]
-    marks += [_x_tick(x, edge, sign) for edge, sign in ((edges[:2].mean(), "≤"), (edges[-2:].mean(), "≥"))]
-    marks.append(f'<line class="one" x1="{x.at(1)}" x2="{x.at(1)}" y1="{_TOP}" y2="{y.start}"/>')
+    x, y = x_axis(edges[0], edges[-1]), y_axis(10.0**-decades, 1, log=True)
+    marks = [grid(y, [10.0**-i for i in range(decades + 1)], percent)]
+    marks += [x_tick(x, tick) for tick in nice_ticks(edges[1], edges[-2])]
+    marks += [x_tick(x, edge, sign) for edge, sign in ((edges[:2].mean(), "≤"), (edges[-2:].mean(), "≥"))]
+    marks.append(f'<line class="one" x1="{x.at(1)}" x2="{x.at(1)}" y1="{TOP}" y2="{y.start}"/>')
     for name, label, ratio in (("full", "full vocabulary", full), ("replayed", "replayed", replayed)):
         if ratio is not None:
             marks.append(_ratio_bars(edges, ratio, name, label, x, y))
-    return _chart("Importance ratios", marks, x_label="importance ratio, policy / rollout", y_label="share of tokens")
+    return chart("Importance ratios", marks, x_label="importance ratio, policy / rollout", y_label="share of tokens")
 
 
 def sequence_chart(full: SequenceRatio | None, replayed: SequenceRatio) -> str:
@@ -144,9 +163,9 @@ def sequence_chart(full: SequenceRatio | None, replayed: SequenceRatio) -> str:
     low = min(float(curve.low.min()) for _, curve in curves)
     high = max(float(curve.high.max()) for _, curve in curves)
     low, high = max(min(low, 0.5), 1e-12), min(max(high, 1.2), 1e12)
-    x, y = _x(1, max(float(curve.positions[-1]) for _, curve in curves)), _y(low, high, log=True)
-    marks = [_grid(y, _log_ticks(low, high), _power)]
-    marks += [_x_tick(x, tick) for tick in _nice_ticks(1, x.high, whole=True)]
+    x, y = x_axis(1, max(float(curve.positions[-1]) for _, curve in curves)), y_axis(low, high, log=True)
+    marks = [grid(y, log_ticks(low, high), power)]
+    marks += [x_tick(x, tick) for tick in nice_ticks(1, x.high, whole=True)]
     for name, curve in curves:
         at = [x.at(position) for position in curve.positions.tolist()]
         top = [f"{a},{y.at(value)}" for a, value in zip(at, curve.high.tolist(), strict=True)]
@@ -154,7 +173,7 @@ def sequence_chart(full: SequenceRatio | None, replayed: SequenceRatio) -> str:
         line = [f"{a},{y.at(value)}" for a, value in zip(at, curve.median.tolist(), strict=True)]
         marks.append(f'<polygon class="band {name}" points="{" ".join(top + foot[::-1])}"/>')
         marks.append(f'<polyline class="line {name}" points="{" ".join(line)}"/>')
-    return _chart(
+    return chart(
         "Sequence ratios",
         marks,
         x_label="tokens of the completion · line: median, band: 10 to 90 %",
@@ -173,16 +192,16 @@ class _Slot(NamedTuple):
 
     def backdrop(self) -> str:
         """What the pointer meets anywhere above the category's name."""
-        height = _HEIGHT - _BOTTOM - _TOP
-        return f'<rect class="hit" x="{self.left:.1f}" y="{_TOP}" width="{self.width:.1f}" height="{height}"/>'
+        height = HEIGHT - BOTTOM - TOP
+        return f'<rect class="hit" x="{self.left:.1f}" y="{TOP}" width="{self.width:.1f}" height="{height}"/>'
 
     def tick(self, label: str) -> str:
-        return f'<text class="tick" x="{self.at(0.5)}" y="{_HEIGHT - _BOTTOM + 16}">{label}</text>'
+        return f'<text class="tick" x="{self.at(0.5)}" y="{HEIGHT - BOTTOM + 16}">{label}</text>'
 
 
 def _slots(num_slots: int) -> list[_Slot]:
-    width = (_WIDTH - _LEFT - _RIGHT) / num_slots
-    return [_Slot(_LEFT + width * i, width) for i in range(num_slots)]
+    width = (WIDTH - LEFT - RIGHT) / num_slots
+    return [_Slot(LEFT + width * i, width) for i in range(num_slots)]
 
 
 def _size_groups(sizes: NDArray[np.int64]) -> list[tuple[str, str, NDArray[np.bool_]]]:
@@ -192,7 +211,7 @@ def _size_groups(sizes: NDArray[np.int64]) -> list[tuple[str, str, NDArray[np.bo
     return [*bins, ("all", "sv", whole)] if whole.any() else bins
 
 
-def _ratio_bars(edges: Floats, ratio: Floats, name: str, label: str, x: _Axis, y: _Axis) -> str:
+def _ratio_bars(edges: Floats, ratio: Floats, name: str, label: str, x: Axis, y: Axis) -> str:
     counts, _ = np.histogram(np.clip(ratio, edges[0], edges[-1]), edges)
     bars = []
     for i, count in enumerate(counts.tolist()):
@@ -201,7 +220,7 @@ def _ratio_bars(edges: Floats, ratio: Floats, name: str, label: str, x: _Axis, y
             left, right, head = x.at(edges[i]), x.at(edges[i + 1]), y.at(max(share, 1.2 * y.low))
             low = "0" if i == 0 else f"{edges[i]:.3f}"
             high = "more" if i == counts.size - 1 else f"{edges[i + 1]:.3f}"
-            title = f"{label}, ratio {low} to {high}: {count:,} tokens, {_percent(share)}"
+            title = f"{label}, ratio {low} to {high}: {count:,} tokens, {percent(share)}"
             bars.append(
                 f'<rect class="bar {name}" x="{left + 0.5:.1f}" y="{head}" width="{max(right - left - 1, 1):.1f}" '
                 f'height="{y.start - head:.1f}"><title>{title}</title></rect>'
@@ -219,36 +238,39 @@ def _ratio_edges(ratios: Sequence[Floats]) -> Floats:
     return np.asarray(1 + width * (np.arange(-below, above + 2) - 0.5), np.float64)
 
 
-def _grid(y: _Axis, ticks: Sequence[float], form: Callable[[float], str]) -> str:
+def grid(y: Axis, ticks: Sequence[float], form: Callable[[float], str]) -> str:
+    """Horizontal lines at the ticks, with their labels."""
     return "".join(
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>'
-        f'<text class="tick end" x="{_LEFT - 6}" y="{y.at(tick) + 3.5}">{form(tick)}</text>'
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>'
+        f'<text class="tick end" x="{LEFT - 6}" y="{y.at(tick) + 3.5}">{form(tick)}</text>'
         for tick in ticks
     )
 
 
-def _x_tick(x: _Axis, tick: float, label: str | None = None) -> str:
-    return f'<text class="tick" x="{x.at(tick)}" y="{_HEIGHT - _BOTTOM + 16}">{label or f"{tick:g}"}</text>'
+def x_tick(x: Axis, tick: float, label: str | None = None) -> str:
+    """A label under the horizontal axis."""
+    return f'<text class="tick" x="{x.at(tick)}" y="{HEIGHT - BOTTOM + 16}">{label or f"{tick:g}"}</text>'
 
 
-def _chart(name: str, marks: Sequence[str], *, x_label: str, y_label: str) -> str:
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+def chart(name: str, marks: Sequence[str], *, x_label: str, y_label: str) -> str:
+    """An SVG of these marks, with the name of its horizontal axis under it."""
+    middle = (LEFT + WIDTH - RIGHT) / 2
     return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(name)}: '
+        f'<svg class="chart" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(name)}: '
         f'{escape(y_label)} by {escape(x_label)}">{"".join(marks)}'
-        f'<text class="label" x="{middle}" y="{_HEIGHT - 4}">{escape(x_label)}</text></svg>'
+        f'<text class="label" x="{middle}" y="{HEIGHT - 4}">{escape(x_label)}</text></svg>'
     )
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """A share as a percentage of two significant digits or so."""
-    percent = 100 * share
-    if percent == 0 or percent >= 9.95:
-        return f"{percent:.0f} %"
-    return f"{percent:.1f} %" if percent >= 0.095 else f"{percent:.1g} %"
+    value = 100 * share
+    if value == 0 or value >= 9.95:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 0.095 else f"{value:.1g} %"
 
 
-def _power(value: float) -> str:
+def power(value: float) -> str:
     """A power of ten as one, where digits would be long."""
     exponent = round(float(np.log10(value)))
     if 1e-3 <= value < 1e5 or not np.isclose(value, 10.0**exponent):
@@ -263,7 +285,7 @@ def _nice_ceiling(value: float) -> float:
     return 1.0
 
 
-def _nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """Four to eight round numbers within [low, high]."""
     raw = (high - low) / 6
     scale = 10.0 ** np.floor(np.log10(raw)) if raw > 0 else 1.0
@@ -273,7 +295,7 @@ def _nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     return [round(step * i, 10) for i in range(first, int(np.floor(high / step + 1e-9)) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten within [low, high], with halves and doubles where there are few."""
     exponents = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     factors = (1,) if len(exponents) > 6 else (1, 3) if len(exponents) > 3 else (1, 2, 5)

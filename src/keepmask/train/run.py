@@ -140,7 +140,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         line |= {name.removeprefix("replay/"): value for name, value in logs.items() if name.startswith("replay/")}
         drawn, self._num_tokens = self._trainer.num_drawn_tokens - self._num_tokens, self._trainer.num_drawn_tokens
         line |= {"tokens": drawn, "tokens_per_s": drawn / seconds, "seconds": seconds}
-        line |= {f"seconds_{name}": value for name, value in phases.items()}
+        line |= {f"seconds_{name}": phases.get(name, 0.0) for name in ("rollout", "sync", "scoring")}
         line["seconds_update"] = seconds - sum(phases.values())
         self._write(line | self._trainer.histograms)
         self._progress.update(state.global_step, self._num_tokens)
@@ -226,6 +226,7 @@ def _trainer(config: TrainConfig, task: Task, held_out: list[Problem], output: P
         save_total_limit=2,
         logging_steps=1,
         lr_scheduler_type="constant",
+        shuffle_dataset=False,  # problems are random as they are, and a longer run then begins with the same ones
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
