@@ -4,7 +4,7 @@ A small transformer is first taught to sort four numbers, badly. Then GRPO train
 without truncation; and for each of two truncated samplers with replay, without, and without but with truncated
 importance sampling (TIS). Rollouts serve several updates and two passes, so all but the first update are off-policy.
 
-    python examples/with_and_without.py --output evidence        # runs, then docs/evidence.md and its figure
+    python examples/with_and_without.py --output evidence --write docs
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ARMS = {
 }
 PROMPTS, GENERATIONS, UPDATES, PASSES = 32, 8, 4, 2
 HELD_OUT = 256
+BEGIN, END = "<!-- numbers: examples/with_and_without.py -->", "<!-- end of numbers -->"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -190,13 +191,110 @@ def run(arm: str, seed: int, folder: Path, generations: int, learning_rate: floa
     return recorder.rows
 
 
+MEASURED = {
+    "accuracy_as_trained": "accuracy, sampled as trained",
+    "accuracy_untruncated": "accuracy, nothing truncated",
+    "accuracy_greedy": "accuracy, greedy",
+    "kl_from_start": "KL from the start, nats",
+    "entropy_full": "entropy over the vocabulary, nats",
+}
+TRAINED = {
+    "replay/ratio_full_mean": "ratio at the first pass, whole vocabulary",
+    "replay/ratio_replayed_mean": "ratio at the first pass, as scored",
+    "replay/ratio_replayed_outside_0.1": "of these outside [0.9, 1.1]",
+    "replay/logprob_diff_max": "largest trainer - engine, nats",
+    "replay/ratio_stale_outside_0.1": "stale ratios outside [0.9, 1.1]",
+    "clip_ratio/region_mean": "clipped ratios",
+    "grad_norm": "gradient norm",
+}
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Measurements at the end, and means over all updates: the mean of the seeds, and their standard deviation."""
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    seeds = sorted({row["seed"] for row in rows})
+    last = max(row["step"] for row in rows)
+    lines = [f"| | {' | '.join(arms)} |", "|---|" + "---|" * len(arms)]
+    for name, label in (MEASURED | TRAINED).items():
+        cells = []
+        for arm in arms:
+            by_seed = []
+            for seed in seeds:
+                own = [row for row in rows if (row["arm"], row["seed"]) == (arm, seed) and name in row]
+                own = [row for row in own if row["step"] == last] if name in MEASURED else own
+                values = [row[name] for row in own]
+                if values:
+                    by_seed.append(max(values) if name.endswith("max") else float(np.mean(values)))
+            cells.append(cell(by_seed))
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(values: list[float]) -> str:
+    if not values:
+        return ""
+    if max(values) < 1e-3:
+        return f"{max(values):.1g}" if max(values) else "0"
+    spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{spread}"
+
+
+def figure(rows: list[dict[str, object]], path: Path) -> None:
+    """Curves over updates, a row of panels for each sampler; bands reach from the least to the largest seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "accuracy_as_trained": "held-out accuracy, sampled as trained",
+        "accuracy_untruncated": "held-out accuracy, nothing truncated",
+        "kl_from_start": "KL from the start, nats",
+        "grad_norm": "gradient norm",
+    }
+    colours = {"replay": "#1667c7", "no replay": "#d9730d", "no replay, TIS": "#8a4fbf"}
+    figure, axes = plt.subplots(2, len(panels), figsize=(16, 7), sharex=True)
+    for line, sampler in zip(axes, SAMPLERS, strict=True):
+        curves = {"nothing truncated": "#8b929a"} | {f"{sampler}: {way}": colour for way, colour in colours.items()}
+        for axis, (name, title) in zip(line, panels.items(), strict=True):
+            for arm, colour in curves.items():
+                points: dict[int, list[float]] = {}
+                for row in rows:
+                    if row["arm"] == arm and name in row:
+                        width = UPDATES * PASSES if name == "grad_norm" else 1  # a point for each generation
+                        points.setdefault(-(-row["step"] // width) * width, []).append(row[name])
+                at = sorted(points)
+                axis.plot(at, [np.mean(points[x]) for x in at], color=colour, label=arm.split(": ")[-1])
+                low, high = ([end(points[x]) for x in at] for end in (min, max))
+                axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.set_title(f"{sampler}\n{title}", fontsize=10)
+            axis.grid(alpha=0.25)
+    axes[0][0].legend(fontsize=9, frameon=False)
+    for axis in axes[1]:
+        axis.set_xlabel("update")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def write(rows: list[dict[str, object]], docs: Path) -> None:
+    """Put the table between the marks of evidence.md, and the figure beside it."""
+    page = docs / "evidence.md"
+    head, _, rest = page.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    seeds = len({row["seed"] for row in rows})
+    note = f"{seeds} seeds; mean ± standard deviation over seeds. Figure bands: least to largest seed."
+    page.write_text(f"{head}{BEGIN}\n\n{note}\n\n{table(rows)}\n\n{END}{tail}")
+    figure(rows, docs / "evidence.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("evidence"), help="folder for rows.jsonl and the figure")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--generations", type=int, default=25)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--warm-steps", type=int, default=300)
+    parser.add_argument("--generations", type=int, default=10)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
+    parser.add_argument("--warm-steps", type=int, default=400)
+    parser.add_argument("--write", type=Path, metavar="DOCS", help="put the table and the figure into this folder")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS), metavar="ARM")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -217,6 +315,8 @@ def main() -> None:
             with rows.open("a") as stream:
                 stream.write("".join(json.dumps(row) + "\n" for row in found))
             print(arm, seed, f"{time.perf_counter() - started:.0f} s", json.dumps(found[-1]), flush=True)
+    if args.write is not None:
+        write([json.loads(line) for line in rows.read_text().splitlines()], args.write)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class TrainConfig(BaseModel):
     """Name of a packaged model, a checkpoint folder, or a Hugging Face hub id."""
     task: str = "add-1"
     """What to learn: a task's name, or reasoning-gym:DATASET."""
-    steps: int = Field(40, ge=1)
+    steps: int = Field(20, ge=1)
     """Optimizer steps."""
     prompts_per_step: int = Field(8, ge=1)
     """Prompts of one generation."""
@@ -73,7 +73,7 @@ class TrainConfig(BaseModel):
     """Problems whose questions are never trained on, to measure with; 0 measures nothing."""
     held_out_completions: int = Field(4, ge=1)
     """Completions of each held-out problem."""
-    eval_every: int = Field(10, ge=1)
+    eval_every: int = Field(5, ge=1)
     """Steps between measurements on held-out problems; one is made before and one after training as well."""
     save_every: int = Field(0, ge=0)
     """Steps between checkpoints to resume from; 0 keeps the trained model alone."""
