@@ -222,7 +222,7 @@ def test_an_sglang_answer_becomes_a_rollout_in_either_logprobs_mode():
         ({"output_token_sampling_mask_length": 7}, "output_token_sampling_mask_length: 7, but there are 3 rows"),
         (
             {"output_token_sampling_logprobs": [[0.0]] * 2},
-            "output_token_sampling_mask logprobs: needs one value for each id",
+            "output_token_sampling_mask_logprobs: needs one value for each id",
         ),
     ],
 )

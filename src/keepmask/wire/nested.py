@@ -18,28 +18,33 @@ _FLOAT32_DIGITS = 9  # significant decimal digits that name a float32 uniquely
 _MAX_SCALE = 22  # powers of ten up to 10**22 are exact in float64
 
 
-def from_lists(rows: Any, logprobs: Any = None, *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
+def from_lists(
+    rows: Any, logprobs: Any = None, *, limits: Limits = DEFAULT_LIMITS, name: str = "sampling_mask"
+) -> SamplingMask:
     """The mask of parsed JSON: `rows` a list of lists of ids, `logprobs` a list of lists of numbers, or None.
 
     Ids may come in any order within a row; the logprobs follow them. An empty list is the whole vocabulary. Raises
     MaskError for anything else than lists of integers (of finite numbers), other lengths, repeated ids, or a mask
-    beyond the limits.
+    beyond the limits. name: of the field, for errors; its log-probabilities are `<name>_logprobs`.
     """
-    counts = _counts(rows, "sampling_mask")
+    counts = _counts(rows, name)
     limits.check(num_rows=counts.size, num_ids=int(counts.sum()))
     flat = list(chain.from_iterable(rows))
     if not set(map(type, flat)) <= {int}:
-        raise MaskError(f"sampling_mask: ids must be integers, {_first_other(flat, (int,))}")
+        raise MaskError(f"{name}: ids must be integers, {_first_other(flat, (int,))}")
     try:
         ids = np.array(flat, np.int64)
     except OverflowError:
-        raise MaskError("sampling_mask: ids must be in [0, 2147483648)") from None
+        raise MaskError(f"{name}: ids must be in [0, 2147483648)") from None
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    values = None if logprobs is None else _logprobs(logprobs, counts)
+    values = None if logprobs is None else _logprobs(logprobs, counts, f"{name}_logprobs")
     order = _ascending_order(ids, offsets)
-    if order is None:
+    if order is not None:
+        ids, values = ids[order], None if values is None else values[order]
+    try:
         return SamplingMask(ids, offsets, values)
-    return SamplingMask(ids[order], offsets, None if values is None else values[order])
+    except MaskError as error:
+        raise MaskError(f"{name}: {error}") from None
 
 
 def logprob_lists(mask: SamplingMask) -> list[list[float]] | None:
@@ -58,17 +63,17 @@ def _counts(rows: Any, name: str) -> NDArray[np.int64]:
     return np.fromiter(map(len, rows), np.int64, len(rows))
 
 
-def _logprobs(rows: Any, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    given = _counts(rows, "sampling_mask_logprobs")
+def _logprobs(rows: Any, counts: NDArray[np.int64], name: str) -> NDArray[np.float64]:
+    given = _counts(rows, name)
     if not np.array_equal(given, counts):
-        raise MaskError("sampling_mask_logprobs: needs one value for each id of each row of sampling_mask")
+        raise MaskError(f"{name}: needs one value for each id of each row")
     flat = list(chain.from_iterable(rows))
     if not set(map(type, flat)) <= {int, float}:
-        raise MaskError(f"sampling_mask_logprobs: must be numbers, {_first_other(flat, (int, float))}")
+        raise MaskError(f"{name}: must be numbers, {_first_other(flat, (int, float))}")
     try:
         return np.array(flat, np.float64)
     except OverflowError:
-        raise MaskError("sampling_mask_logprobs: must be finite") from None
+        raise MaskError(f"{name}: must be finite") from None
 
 
 def _ascending_order(ids: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64] | None:

@@ -83,23 +83,23 @@ def read_table(group: RowGroup) -> Any:
         names = schema().names
         found = [name for name in parquet.schema_arrow.names if name in names]
         most = max(_MIN_DECODED_BYTES, _MAX_EXPANSION * group.file.stat().st_size)
-        _check_size(parquet.metadata.row_group(group.number), set(found), most)
+        _check_size(group.file, parquet.metadata.row_group(group.number), set(found), most)
         table = parquet.read_row_group(group.number, columns=found, use_threads=False)
         if (size := sum(map(_plain_bytes, table.columns))) > most:
-            raise _too_large(size, most)
+            raise _too_large(group.file, size, most)
     try:
         return conform(table)
     except MaskError as error:
         raise MaskError(f"{group.file}: {error}") from error
 
 
-def _check_size(row_group: Any, names: set[str], most: int) -> None:
+def _check_size(file: Path, row_group: Any, names: set[str], most: int) -> None:
     """Refuse, by what the footer declares, a row group that would take more than `most` bytes."""
     columns = [row_group.column(i) for i in range(row_group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.split(".")[0] in names]
     size = sum(column.total_uncompressed_size + _LEVEL_BYTES * column.num_values for column in columns)
     if size > most or any(min(column.total_uncompressed_size, column.num_values) < 0 for column in columns):
-        raise _too_large(size, most)
+        raise _too_large(file, size, most)
 
 
 def _plain_bytes(column: Any) -> int:
@@ -112,8 +112,10 @@ def _plain_bytes(column: Any) -> int:
     return sum(compute.sum(each.cast(pa.int64())).as_py() or 0 for each in lengths)
 
 
-def _too_large(size: int, most: int) -> MaskError:
-    return MaskError(f"a row group of {size} bytes decoded, where at most {most} are read; write smaller row groups")
+def _too_large(file: Path, size: int, most: int) -> MaskError:
+    return MaskError(
+        f"{file}: a row group of {size} bytes decoded, where at most {most} are read; write smaller row groups"
+    )
 
 
 def keys(table: Any) -> list[tuple[str, int]]:
@@ -186,8 +188,8 @@ def _opened(file: Path) -> Iterator[Any]:
             metadata = pq.read_metadata(stream)
             strings = [name for name in metadata.schema.to_arrow_schema().names if name in _STRINGS]
             yield pq.ParquetFile(stream, metadata=metadata, page_checksum_verification=True, read_dictionary=strings)
-        except MaskError as error:
-            raise error if str(error).startswith(str(file)) else MaskError(f"{file}: {error}") from error
+        except MaskError:
+            raise
         except RecursionError:
             raise MaskError(f"{file}: JSON nested too deeply in its metadata") from None
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -106,7 +106,7 @@ def from_vllm(sampling_mask: object, logprobs: object = None, *, limits: Limits 
         raise MaskError(f"sampling_mask: needs token_ids, got fields {brief(sorted(map(str, token_ids)))}")
     if offsets is not None:
         return from_ids_offsets(token_ids, offsets, logprobs, limits=limits)
-    return _from_rows("sampling_mask", token_ids, logprobs, limits)
+    return _checked(from_lists(token_ids, logprobs, limits=limits))
 
 
 def from_sglang(meta_info: Mapping[str, Any], *, limits: Limits = DEFAULT_LIMITS) -> SamplingMask:
@@ -138,7 +138,7 @@ def from_sglang(meta_info: Mapping[str, Any], *, limits: Limits = DEFAULT_LIMITS
     drawn = meta_info.get("output_token_sampling_logprobs")
     if logprobs is None and isinstance(drawn, Sequence) and drawn and isinstance(drawn[0], Sequence):
         logprobs = drawn
-    mask = _from_rows("output_token_sampling_mask", rows, logprobs, limits)
+    mask = _checked(from_lists(rows, logprobs, limits=limits, name="output_token_sampling_mask"))
     if (empty := np.flatnonzero(mask.counts == 0)).size:
         raise MaskError(
             f"output_token_sampling_mask: row {empty[0]} is empty ({empty.size} such); SGLang lists all ids"
@@ -245,18 +245,6 @@ def to_skyrl(mask: SamplingMask, top_k: int | None = None) -> NDArray[np.int32]:
     rows = np.full((len(mask), width), SKYRL_PADDING, np.int32)
     rows[np.arange(width) < counts[:, None]] = mask.ids
     return rows
-
-
-def _from_rows(name: str, rows: object, logprobs: object, limits: Limits) -> SamplingMask:
-    """The mask of nested lists; errors name the peer's fields, `name` and those of its log-probabilities."""
-    try:
-        return _checked(from_lists(rows, logprobs, limits=limits))
-    except MaskError as error:
-        problem = str(error)
-        for ours, theirs in (("sampling_mask_logprobs: ", f"{name} logprobs: "), ("sampling_mask: ", f"{name}: ")):
-            if problem.startswith(ours):
-                raise MaskError(theirs + problem.removeprefix(ours)) from None
-        raise MaskError(f"{name}: {problem}") from None
 
 
 def _mask(ids: NDArray[Any], offsets: NDArray[np.int64], logprobs: object, limits: Limits) -> SamplingMask:
