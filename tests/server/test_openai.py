@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from serving import Serving, events
@@ -68,11 +69,44 @@ def test_completion_is_what_the_engine_alone_draws(client: openai.OpenAI, servin
         entries = list(zip(output.token_ids, output.logprobs, strict=True))
         assert choice.logprobs.tokens == [entry[token_id].decoded_token for token_id, entry in entries]
         assert choice.logprobs.token_logprobs == [entry[token_id].logprob for token_id, entry in entries]
-        assert choice.logprobs.top_logprobs == [
-            {logprob.decoded_token: logprob.logprob for logprob in entry.values()} for _, entry in entries
-        ]
+        for shown, (_, entry) in zip(choice.logprobs.top_logprobs, entries, strict=True):
+            assert sorted(shown.values()) == sorted(logprob.logprob for logprob in entry.values())
         assert choice.logprobs.text_offset is not None
         assert choice.logprobs.text_offset[0] == 0
+
+
+def test_tokens_within_a_character_keep_their_entries_bytes_and_place(serving: Serving):
+    tokenizer = serving.engine.tokenizer
+    assert tokenizer is not None
+    smile = tokenizer.encode("😀", add_special_tokens=False)
+    params = {"max_tokens": 5, "allowed_token_ids": smile, "top_k": 4, "seed": 3, "ignore_eos": True}
+    asked = {**params, "prompt": "a", "logprobs": 4, "return_token_ids": True}
+    (choice,) = serving.client.post("/v1/completions", json=asked).json()["choices"]
+    logprobs = choice["logprobs"]
+    for entry in logprobs["top_logprobs"]:  # each decodes to the same replacement character
+        assert sorted(entry) == sorted(f"token_id:{token_id}" for token_id in smile)
+        assert sum(np.exp(value) for value in entry.values()) == pytest.approx(1, abs=1e-4)
+    # A token's text begins where the text of those before it ends.
+    texts = [tokenizer.decode(choice["token_ids"][:at]) for at in range(6)]
+    settled = [len(text.rstrip("\ufffd")) for text in texts]
+    assert all(low <= at <= len(text) for low, at, text in zip(settled, logprobs["text_offset"], texts, strict=False))
+    chat = {**params, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4}
+    (choice,) = serving.client.post("/v1/chat/completions", json=chat).json()["choices"]
+    for entry in choice["logprobs"]["content"]:
+        own = {(bytes(top["bytes"])) for top in entry["top_logprobs"]}
+        assert own == {bytes([byte]) for byte in "😀".encode()}
+
+
+def test_offsets_count_the_text_and_not_the_names(serving: Serving):
+    asked = {**COMMON, "prompt": TEXT, "logprobs": 0, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    (choice,) = serving.client.post("/v1/completions", json=asked).json()["choices"]
+    tokenizer = serving.engine.tokenizer
+    assert tokenizer is not None
+    assert max(choice["logprobs"]["text_offset"]) < len(choice["text"])
+    for at, offset in enumerate(choice["logprobs"]["text_offset"]):
+        before = tokenizer.decode(choice["token_ids"][:at], skip_special_tokens=True)
+        assert choice["text"][:offset] == before[:offset]
+        assert len(before) - offset in range(4)  # bytes of a character that is not whole yet
 
 
 def test_completion_stream_joins_to_the_whole(client: openai.OpenAI, serving: Serving):

@@ -178,10 +178,12 @@ def test_text_mode_tells_text_and_names_tokens_by_it(serving: Serving):
     assert choice["text"] == serving.engine.tokenizer.decode(choice["token_ids"])
     for entry, token_id in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True):
         assert entry["token"] == serving.engine.tokenizer.decode([token_id])
-        assert bytes(entry["bytes"]).decode() == entry["token"]
         values = [top["logprob"] for top in entry["top_logprobs"]]
         assert values == sorted(values, reverse=True)
         assert len(values) == 2
+    assert b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode(errors="replace") == (
+        serving.engine.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
+    )
 
 
 def test_stop_token_has_its_row_and_is_named(serving: Serving):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keepmask.outputs import CompletionOutput, Logprob
@@ -25,11 +26,19 @@ def by_id(output: CompletionOutput) -> dict[str, Any] | None:
     return {"content": content}
 
 
-def by_text(output: CompletionOutput, *, top: int, as_ids: bool = False) -> dict[str, Any] | None:
+def by_text(
+    output: CompletionOutput, *, top: int, token_bytes: Callable[[int], bytes] | None, as_ids: bool = False
+) -> dict[str, Any] | None:
     """OpenAI's chat shape: `{"content": [{token, bytes, logprob, top_logprobs}]}`, with the `top` most likely ids.
 
-    as_ids: name tokens "token_id:<id>".
+    token_bytes: see `TokenBytes`; without it, bytes are null. as_ids: name tokens "token_id:<id>".
     """
+
+    def named(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        name = _name(token_id, logprob, as_ids=as_ids)
+        own = None if token_bytes is None else list(token_bytes(token_id))
+        return {"token": name, "logprob": logprob.logprob, "bytes": own}
+
     if output.logprobs is None:
         return None
     content = []
@@ -37,8 +46,8 @@ def by_text(output: CompletionOutput, *, top: int, as_ids: bool = False) -> dict
         likely = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:top]
         content.append(
             {
-                **_named_by_text(token_id, entry[token_id], as_ids=as_ids),
-                "top_logprobs": [_named_by_text(other, logprob, as_ids=as_ids) for other, logprob in likely],
+                **named(token_id, entry[token_id]),
+                "top_logprobs": [named(other, logprob) for other, logprob in likely],
             }
         )
     return {"content": content}
@@ -48,24 +57,32 @@ def legacy(
     token_ids: Sequence[int],
     entries: Sequence[Entry | None],
     *,
-    text_offset: int,
+    offsets: Sequence[int],
     texts: Mapping[int, str],
     as_ids: bool = False,
 ) -> dict[str, Any]:
     """OpenAI's completions shape: parallel lists. An entry is None for the first token of a prompt.
 
-    text_offset: characters of the tokens before the first. texts: of tokens without an entry, by their ids.
+    offsets: where the text of each token begins. texts: of tokens without an entry, by their ids. A key of top_logprobs
+    is the token's text, or "token_id:<id>" where several have the same.
     """
-    names, offsets, values, tops = [], [], [], []
+    names, values, tops = [], [], []
     for token_id, entry in zip(token_ids, entries, strict=True):
         of = Logprob(0.0, None, texts.get(token_id)) if entry is None else entry[token_id]
         name = _name(token_id, of, as_ids=as_ids)
         names.append(name)
-        offsets.append(text_offset)
-        text_offset += len(name)
         values.append(None if entry is None else of.logprob)
-        tops.append(None if entry is None else {_name(*item, as_ids=as_ids): item[1].logprob for item in entry.items()})
-    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        tops.append(None if entry is None else _by_name(entry, as_ids=as_ids))
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
+
+
+def _by_name(entry: Entry, *, as_ids: bool) -> dict[str, float]:
+    names = {token_id: _name(token_id, logprob, as_ids=as_ids) for token_id, logprob in entry.items()}
+    count = Counter(names.values())
+    return {
+        name if count[name] == 1 else f"token_id:{token_id}": entry[token_id].logprob
+        for token_id, name in names.items()
+    }
 
 
 def prompt_entries(entries: Sequence[Entry | None] | None) -> list[dict[str, Any] | None] | None:
@@ -82,11 +99,6 @@ def _prompt_entry(entry: Entry | None) -> dict[str, Any] | None:
 def _named_by_id(token_id: int, logprob: Logprob) -> dict[str, Any]:
     named = {"token": f"token_id:{token_id}", "token_id": token_id}
     return {**named, "logprob": logprob.logprob, "rank": logprob.rank}
-
-
-def _named_by_text(token_id: int, logprob: Logprob, *, as_ids: bool) -> dict[str, Any]:
-    name = _name(token_id, logprob, as_ids=as_ids)
-    return {"token": name, "logprob": logprob.logprob, "bytes": list(name.encode())}
 
 
 def _name(token_id: int, logprob: Logprob, *, as_ids: bool) -> str:

@@ -6,12 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from keepmask.engine.completion_text import TextOffsets
 from keepmask.engine.ticket import Ticket, follow
 from keepmask.outputs import CompletionOutput, RequestOutput
 from keepmask.params import SamplingParams
@@ -225,7 +227,9 @@ class _Completions(_Shape):
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self.first_texts: dict[int, str] = {}
         """Texts of the first tokens of echoed prompts, which have no log-prob."""
-        self._offsets: dict[int, int] = {}
+        self._open_offsets = partial(service.outputs.text_offsets, params)
+        self._offsets: dict[int, TextOffsets] = {}
+        """Of the choices of a stream."""
 
     def shown(self, completion: CompletionOutput) -> CompletionOutput:
         if not self._prompt_alone:
@@ -235,18 +239,26 @@ class _Completions(_Shape):
 
     def whole(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         text, token_ids, entries = completion.text, completion.token_ids, completion.logprobs
+        if entries is None:
+            return {"text": self._echoed(output) + text, "logprobs": None}
+        offsets = [min(at, len(text)) for at in self._open_offsets().push(token_ids)]
         if self._echo:
-            text = (output.prompt or "") + text
-            if entries is not None:
-                token_ids = output.prompt_token_ids + token_ids
-                entries = [*(output.prompt_logprobs or ()), *entries]
-        return {"text": text, "logprobs": self._logprobs(token_ids, entries, 0)}
+            prompt = self._echoed(output)
+            text = prompt + text
+            before = self._open_offsets().push(output.prompt_token_ids)
+            offsets = [*(min(at, len(prompt)) for at in before), *(len(prompt) + at for at in offsets)]
+            token_ids = output.prompt_token_ids + token_ids
+            entries = [*(output.prompt_logprobs or ()), *entries]
+        return {"text": text, "logprobs": self._logprobs(token_ids, entries, offsets)}
+
+    def _echoed(self, output: RequestOutput) -> str:
+        return (output.prompt or "") if self._echo else ""
 
     def part(self, chunk: CompletionOutput, index: int) -> dict[str, Any]:
-        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets.get(index, 0))
-        if logprobs is not None:
-            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, logprobs["tokens"]))
-        return {"text": chunk.text, "logprobs": logprobs}
+        if chunk.logprobs is None:
+            return {"text": chunk.text, "logprobs": None}
+        offsets = self._offsets.setdefault(index, self._open_offsets()).push(chunk.token_ids)
+        return {"text": chunk.text, "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs, offsets)}
 
     def begin(self, data: dict[str, Any], choice: dict[str, Any], ticket: Ticket) -> None:
         if self.body.return_token_ids:
@@ -261,11 +273,9 @@ class _Completions(_Shape):
         return {}
 
     def _logprobs(
-        self, token_ids: Sequence[int], entries: Sequence[Entry | None] | None, offset: int
-    ) -> dict[str, Any] | None:
-        if entries is None:
-            return None
-        return legacy(token_ids, entries, text_offset=offset, as_ids=self._as_ids, texts=self.first_texts)
+        self, token_ids: Sequence[int], entries: Sequence[Entry | None], offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        return legacy(token_ids, entries, offsets=offsets, as_ids=self._as_ids, texts=self.first_texts)
 
 
 class _Chat(_Shape):
@@ -275,6 +285,7 @@ class _Chat(_Shape):
         super().__init__(service, request, body, params)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._top = body.top_logprobs or 0
+        self._token_bytes = service.outputs.token_bytes
         self.names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
         if body.max_completion_tokens:
             self.names |= {"max_tokens": "max_completion_tokens"}
@@ -298,4 +309,4 @@ class _Chat(_Shape):
         return {**self._prompt_fields(outputs[0]), "prompt_text": None}
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        return by_text(output, top=self._top, as_ids=self._as_ids)
+        return by_text(output, top=self._top, token_bytes=self._token_bytes, as_ids=self._as_ids)

@@ -40,6 +40,7 @@ class Service:
         self.config = config
         self.engine_config = engine.config
         self.engine = EngineThread(engine)
+        self.outputs = engine.outputs
         self.model_name = config.served_model_name or engine.config.model
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.runner.vocab_size

@@ -97,6 +97,7 @@ class _Shape:
         self._body, self._name = body, name
         self._model, self._mode = service.model_name, body.output_mode or "tokens"
         self._form = body.sampling_mask_format or service.config.mask_format
+        self._token_bytes = service.outputs.token_bytes
 
     def answer(self, output: RequestOutput, ticket: Ticket) -> dict[str, Any]:
         """The whole answer."""
@@ -145,7 +146,7 @@ class _Shape:
             "token_ids": output.token_ids,
             "sampling_mask": None,
             **mask_fields(output, self._form),
-            "logprobs": by_text(output, top=top) if text else by_id(output),
+            "logprobs": by_text(output, top=top, token_bytes=self._token_bytes) if text else by_id(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "routed_experts": None,
