@@ -127,6 +127,7 @@ class DeviceDrawn(Drawn):
             if (returned := counts > 0).any():
                 tensors += self._capture(q, counts, set(draws["over_all"][returned].tolist()))
                 parts.append((items[returned], counts[returned]))
+        self.queued = []  # their memory may be used again behind the kernels that read it
         if not parts:
             return self.supports(rows)
         assert self.copies is not None
