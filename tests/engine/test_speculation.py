@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import tiny
 from keepmask import LLM, SamplingParams
 from keepmask.config import EngineConfig, SpeculativeConfig
-from keepmask.drafts import StepCost
+from keepmask.drafts import StepCost, SuffixDrafter
 from keepmask.engine.speculation import Speculation
 from keepmask.errors import ConfigError
 
@@ -55,7 +55,7 @@ def with_oracle(llm, told, wrong, most=5):
     """Let the engine verify the oracle's guesses, as many as there are."""
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=most)
     speculation = Speculation(config, Oracle(told, wrong), FREE)
-    llm.engine._speculation = llm.engine._scheduler.speculation = speculation
+    llm.engine.speculate(speculation)
     return speculation
 
 
@@ -176,6 +176,21 @@ def test_weights_that_change_between_steps_are_told_by_the_versions(plain, guess
     assert steps == [5, 10, 15, 20]
     spans = output.outputs[0].weight_versions
     assert [(span.start, span.end) for span in spans] == [(0, 5), (5, 10), (10, 15), (15, 20)]
+
+
+def test_it_may_be_switched_on_and_off_in_the_middle_of_a_run(plain, guessing):
+    params = SamplingParams(n=2, max_tokens=20, seed=3, temperature=0.25, top_k=40, logprobs=1, ignore_eos=True)
+    (expected,) = plain.generate([prompt(0)], params, use_tqdm=False)
+    config = SpeculativeConfig(method="siblings", num_speculative_tokens=4)
+    guessing.engine.speculate(None)
+    outputs = []
+    for count, output in enumerate(guessing.stream(prompt(0), params)):
+        outputs.append(output)
+        if count % 3 == 0:
+            guessing.engine.speculate(Speculation(config, SuffixDrafter("siblings", shortest=1), FREE))
+        elif count % 3 == 2:
+            guessing.engine.speculate(None)
+    assert_equal(outputs[-1:], [expected])
 
 
 def test_aborted_requests_free_what_their_guesses_took(guessing):

@@ -21,7 +21,7 @@ from keepmask.engine.model_runner import LMHead, ModelRunner
 from keepmask.engine.output_builder import OutputBuilder
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.scheduler import ScheduledChunk, Scheduler
-from keepmask.engine.speculation import speculation_of
+from keepmask.engine.speculation import Speculation, speculation_of
 from keepmask.engine.weights import WeightStage, checksums, randomize, read_safetensors, safetensors_files
 from keepmask.errors import RequestError
 from keepmask.forward.forward_batch import ForwardBatch
@@ -234,6 +234,13 @@ class Engine:
                 "structured_outputs: need a tokenizer, and this engine has none", param="structured_outputs"
             )
         return self._grammars.open(params.structured_outputs)
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Guess by this from the next step on, or not any more; nothing but the number of steps changes."""
+        self._speculation = self._scheduler.speculation = speculation
+        if speculation is not None:
+            for request in self._requests.values():
+                speculation.begin(request)
 
     def output(self, request: Request) -> RequestOutput:
         """All there is of the request so far."""

@@ -19,7 +19,7 @@ from keepmask.engine.probe import ProbeChunk, ProbeSequence
 from keepmask.engine.request import Completion, Request
 from keepmask.wire.rollout_file import read_rollouts
 
-__all__ = ["Speculation", "speculation_of"]
+__all__ = ["Speculation", "measured_cost", "speculation_of"]
 
 
 @dataclass(slots=True)
@@ -28,6 +28,13 @@ class _Guessing:
 
     row: DraftRow
     acceptance: Acceptance
+    num_told: int = 0
+
+    def tell(self, token_ids: Sequence[int]) -> None:
+        """Let the row know those of the completion's tokens that it does not."""
+        for token_id in token_ids[self.num_told :]:
+            self.row.append(token_id)
+        self.num_told = len(token_ids)
 
 
 class Speculation:
@@ -76,8 +83,6 @@ class Speculation:
         """The completion's last `num_tokens` tokens came out of a step that verified `draft`."""
         entry = self._guessing(completion)
         drawn = completion.token_ids[len(completion.token_ids) - num_tokens :]
-        for token_id in drawn:
-            entry.row.append(token_id)
         if draft:
             num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, drawn, strict=False)))
             entry.acceptance.record(len(draft), num_accepted)
@@ -96,6 +101,7 @@ class Speculation:
             request = completion.request
             row = self._drafter.open(request.prompt_token_ids, seed=request.seed, completion_index=completion.index)
             entry = self._open[completion] = _Guessing(row, Acceptance(self._acceptance))
+        entry.tell(completion.token_ids)
         return entry
 
     def _limit(self, completion: Completion) -> int:
@@ -118,10 +124,10 @@ def speculation_of(config: EngineConfig, runner: ModelRunner) -> Speculation | N
     drafter = SuffixDrafter(
         wanted.method, shortest=wanted.prompt_lookup_min, longest=wanted.prompt_lookup_max, history=history
     )
-    return Speculation(wanted, drafter, _measured_cost(runner, config.max_num_batched_tokens))
+    return Speculation(wanted, drafter, measured_cost(runner, config.max_num_batched_tokens))
 
 
-def _measured_cost(runner: ModelRunner, most: int) -> StepCost:
+def measured_cost(runner: ModelRunner, most: int) -> StepCost:
     """The time of forwards and heads over single tokens, on the cache as it is before the first request."""
     seconds = {}
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
