@@ -369,14 +369,14 @@ def test_values_that_ask_for_nothing_are_taken(serving: Serving):
     [
         ("best_of", 2),
         ("use_beam_search", True),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
         ("truncate_prompt_tokens", 5),
         ("suffix", "x"),
         ("user", "x" * 300),
         ("length_penalty", 0.5),
         ("vllm_xargs", {"a": 1}),
         ("guided_regex", "(a+)+$"),
-        ("structured_outputs", {"regex": "(a+)+$"}),
+        ("structured_outputs", {"regex": "(a"}),
         ("prompt_embeds", "AAAA"),
         ("detokenize", False),
         ("top_kk", 3),
@@ -512,3 +512,51 @@ def test_stream_events_are_compact_json(serving: Serving):
         assert response.headers["cache-control"] == "no-cache"
     first = response.text.split("\n\n")[0].removeprefix("data: ")
     assert first == json.dumps(json.loads(first), separators=(",", ":"), ensure_ascii=False)
+
+
+def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI, serving: Serving):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    formats: list[Any] = [
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}},
+        {"type": "text"},
+    ]
+    common = {**COMMON, "max_tokens": 60}
+    for form in formats:
+        answer = client.chat.completions.create(
+            model=serving.service.model_name, messages=MESSAGES, response_format=form, logprobs=True, **common
+        )
+        if form["type"] == "json_schema":
+            assert json.loads(answer.choices[0].message.content or "")["a"] in (1, 22)
+            assert answer.choices[0].finish_reason == "stop"
+    answer = client.completions.create(
+        model=serving.service.model_name,
+        prompt=[TEXT, TEXT],
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+        **COMMON,
+    )
+    assert {choice.text for choice in answer.choices} <= {"yes", "no"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "json_schema belongs to type='json_schema'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "'not' cannot be enforced",
+        ),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs:"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "response_format: structured_outputs says the form too",
+        ),
+    ],
+)
+def test_forms_that_cannot_be_are_refused(client: openai.OpenAI, serving: Serving, body: Any, message: str):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model=serving.service.model_name, prompt=TEXT, extra_body=body, **COMMON)

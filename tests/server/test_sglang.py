@@ -208,7 +208,7 @@ def test_without_max_new_tokens_128_are_made(serving: Serving):
         ({"sampling_params": {**SAMPLING, "max_tokens": 5}}, "max_tokens"),
         ({"sampling_params": {**SAMPLING, "regex": "(a+)+$"}}, "regex"),
         ({"sampling_params": {**SAMPLING, "stop_regex": "(a+)+$"}}, "stop_regex"),
-        ({"sampling_params": {**SAMPLING, "json_schema": "{}"}}, "json_schema"),
+        ({"sampling_params": {**SAMPLING, "structural_tag": "{}"}}, "structural_tag"),
         ({"sampling_params": {**SAMPLING, "temperature": "hot"}}, "temperature"),
         ({"sampling_params": {**SAMPLING, "custom_params": {"x": 1}}}, "custom_params.x"),
         ({"sampling_params": [SAMPLING, SAMPLING]}, "sampling_params"),
@@ -228,3 +228,10 @@ def test_what_cannot_be_honoured_is_refused_by_sglangs_name(serving: Serving, bo
     error = refusal(serving, **body)
     assert (error["param"] or "").partition("[")[0] == param, json.dumps(error)
     assert serving.engine.num_unfinished == 0
+
+
+def test_texts_have_the_form_that_is_asked_for(serving: Serving):
+    for form in ({"regex": "[ab]{4}"}, {"json_schema": '{"enum": ["ab"]}'}, {"ebnf": 'root ::= "a" | "b"'}):
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 30, **form}}
+        answer = serving.client.post("/generate", json=body).json()
+        assert answer["text"] in ('"ab"', "a", "b") or set(answer["text"]) <= {"a", "b"}, form

@@ -138,6 +138,7 @@ class Engine:
         """
         params = self._admission.resolve(len(self._admission.token_ids(prompt_token_ids)), params, cut=cut)
         self._admission.bad_words(params)
+        self.open_form(params)
         return params
 
     def add(

@@ -96,8 +96,6 @@ class WithParams(Strict):
     """Tokens in one chunk of the stream; the server's setting by default. The first and last may hold fewer."""
     spaces_between_special_tokens: bool | None = None
     """Without effect on fast tokenizers, the only ones there are."""
-    structured_outputs: None = None
-    """Text is free: there is no grammar to follow."""
     logprob_token_ids: NoneOf = None
     """Log-probabilities are of the drawn and of the most likely ids."""
     repetition_detection: None = None
@@ -236,11 +234,38 @@ class AbortRequest(Strict):
     """The requests to end, by the names they were given or were answered with."""
 
 
-class TextFormat(Strict):
-    """The one response format there is."""
+class JsonSchema(Strict):
+    """What a JSON answer must look like."""
 
-    type: Literal["text"]
-    """Free text."""
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """The schema; any JSON where there is none."""
+    name: Annotated[str, Field(max_length=64)] | None = None
+    """What the schema is called; without effect."""
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    """What it is for; without effect."""
+    strict: bool | None = None
+    """The schema is followed to the letter either way."""
+
+
+class ResponseFormat(Strict):
+    """The form of an answer's text, as OpenAI spells it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    """Free text, any JSON, or JSON of a schema."""
+    json_schema: JsonSchema | None = None
+    """For the type of that name."""
+
+    def form(self) -> dict[str, Any] | None:
+        """The same as `SamplingParams.structured_outputs`."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise RequestError(
+                "response_format: json_schema belongs to type='json_schema'; give both or neither",
+                param="response_format",
+            )
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return {"json_object": True} if schema is None else {"json": schema}
 
 
 class OpenAIFields(Generate, WithParams):
@@ -256,8 +281,8 @@ class OpenAIFields(Generate, WithParams):
     """Tokens are drawn, not searched for."""
     best_of: Literal[1] | None = None
     """Every completion is returned; n says how many."""
-    response_format: TextFormat | None = None
-    """Text is free: there is no grammar to follow."""
+    response_format: ResponseFormat | None = None
+    """The form of the text; structured_outputs is vLLM's way to say it."""
     truncate_prompt_tokens: None = None
     """Prompts are never cut."""
     truncation_side: Literal["left", "right"] | None = None
@@ -286,6 +311,17 @@ class OpenAIFields(Generate, WithParams):
     """As user."""
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     """Without effect: equal prefixes are found by what they hold. cache_salt keeps them apart."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        form = None if self.response_format is None else self.response_format.form()
+        if form is not None:
+            if self.params.structured_outputs is not None:
+                raise RequestError(
+                    "response_format: structured_outputs says the form too; give one of them", param="response_format"
+                )
+            self.params = self.params.replace(structured_outputs=form)
+        return self
 
 
 class CompletionRequest(OpenAIFields):

@@ -106,8 +106,9 @@ class Service:
             )
         try:
             resolve = partial(self.engine.engine.resolve, prompt_token_ids, params)
-            # Spelling words out takes as long as they are many.
-            resolved = await asyncio.to_thread(resolve) if params.bad_words else resolve()
+            # Spelling words out, and compiling the form of a text, take their time.
+            slow = params.bad_words or params.structured_outputs is not None
+            resolved = await asyncio.to_thread(resolve) if slow else resolve()
         except RequestError as error:
             name = names.get(error.param or "")
             raise error.renamed(name) if name else error from None

@@ -35,6 +35,8 @@ _OURS = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
+_FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+"""The forms a text may have to have, and their names in `StructuredOutputsParams`."""
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 _NOT_DRAWN_WITH = {
     name for name in SGLangSampling.model_fields if _OURS.get(name, name) not in SamplingParams.model_fields
@@ -167,6 +169,9 @@ def _one_asked(
     fields = {
         _OURS.get(name, name): value for name, value in given if name not in _NOT_DRAWN_WITH and value is not None
     }
+    forms = {ours: form for theirs, ours in _FORMS.items() if (form := getattr(given, theirs)) is not None}
+    if forms:
+        fields["structured_outputs"] = forms
     fields["max_tokens"] = given.max_new_tokens or (None if given.max_new_tokens is None else 1)
     if fields.get("top_k") == _NO_TOP_K:
         fields["top_k"] = 0

@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from keepmask.errors import RequestError
 from keepmask.server.schema import NoneOf, Nothing, RequestId, Strict, TokenIds
+from keepmask.structured_outputs import MAX_CHARACTERS
 
 __all__ = ["CustomParams", "PauseGeneration", "SGLangAbort", "SGLangGenerate", "SGLangSampling"]
 
 Mode = Literal["selected", "support"]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(min_length=1, max_length=1024, fail_fast=True)]
-_NO_GRAMMAR = "Text is free: there is no grammar to follow."
 _NO_MEDIA = "Prompts are text."
 
 
@@ -56,11 +56,16 @@ class SGLangSampling(Strict):
     """Without effect on fast tokenizers, the only ones there are."""
     stop_regex: NoneOf = None
     """Nobody's regular expressions are run."""
-    json_schema: None = Field(None, description=_NO_GRAMMAR)
-    regex: None = Field(None, description=_NO_GRAMMAR)
-    ebnf: None = Field(None, description=_NO_GRAMMAR)
-    structural_tag: None = Field(None, description=_NO_GRAMMAR)
-    choice: None = Field(None, description=_NO_GRAMMAR)
+    json_schema: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
+    """A JSON schema the text follows, as JSON text."""
+    regex: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
+    """A regular expression the whole text matches."""
+    ebnf: Annotated[str, Field(max_length=MAX_CHARACTERS)] | None = None
+    """A grammar the text follows."""
+    structural_tag: None = None
+    """Forms are of whole texts."""
+    choice: None = None
+    """Say it with regex."""
     beam_width: Literal[1] | None = None
     """Tokens are drawn, not searched for."""
     watermark: None = None
