@@ -169,10 +169,11 @@ def test_weights_that_change_between_steps_are_told_by_the_versions(plain, guess
     params = SamplingParams(max_tokens=20, seed=3, temperature=0.25, top_k=40, ignore_eos=True)
     (expected,) = plain.generate([prompt(0)], params, use_tqdm=False)
     with_oracle(guessing, told_of([expected]), 0.0, most=4)
-    steps = []
+    steps, version = [], guessing.engine.weight_version
     for output in guessing.stream(prompt(0), params):
         steps.append(len(output.outputs[0].token_ids))
         guessing.engine.rename_weights(f"v{len(steps)}")
+    guessing.engine.rename_weights(version)
     assert steps == [5, 10, 15, 20]
     spans = output.outputs[0].weight_versions
     assert [(span.start, span.end) for span in spans] == [(0, 5), (5, 10), (10, 15), (15, 20)]
