@@ -42,6 +42,12 @@ def test_arguments_of_tool_calls_are_objects(arguments):
     assert message["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {"x": 1}}}]
 
 
+def test_null_arguments_of_a_call_stay():
+    call = {**CALL, "function": {"name": "f", "arguments": '{"x": null, "y": [null]}'}}
+    (message,) = seen({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": None, "y": [None]}
+
+
 @pytest.mark.parametrize("arguments", ["", None])
 def test_a_call_without_arguments_has_none(arguments):
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
@@ -78,6 +84,10 @@ def test_what_openais_client_dumps_can_be_sent_back():
         (
             {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]},
             "messages[1].tool_calls[0].function.arguments: must be a JSON text",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+            "messages[1].tool_calls[0].function.arguments: should be a valid dictionary",
         ),
     ],
 )

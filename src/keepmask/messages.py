@@ -6,15 +6,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 
 from keepmask.errors import RequestError
 from keepmask.extras import needs
 
 __all__ = ["Message", "read_messages", "render_chat"]
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = ["text", "input_text", "output_text"]
 _EMPTY = Annotated[list[None], Field(max_length=0)]
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": _TEXT_PARTS}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
+_ARGUMENTS = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 
 
 class _Strict(BaseModel):
@@ -26,7 +36,7 @@ class FunctionCall(_Strict):
 
     name: str
     """Which one was called."""
-    arguments: Any = None
+    arguments: Annotated[dict[str, Any], WithJsonSchema(_ARGUMENTS)] = Field(default_factory=dict)
     """With what: an object, or one as JSON text, which is parsed, because templates expect objects."""
 
     @field_validator("arguments", mode="before")
@@ -58,7 +68,7 @@ class Message(_Strict):
 
     role: str = Field(min_length=1)
     """Who speaks; the template says which roles there are."""
-    content: str | None = None
+    content: Annotated[str | None, WithJsonSchema(_CONTENT)] = None
     """What is said, as text or as a list of text parts, which are joined by line ends as vLLM joins them. Only an
     assistant that calls tools may say nothing."""
     name: str | None = None

@@ -160,8 +160,12 @@ def test_brackets_in_texts_are_no_lists(serving: Serving):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x", "unknown field"),
-        ({"content": [{"type": "text"}]}, "messages[0].content[0].text", "must be given"),
+        (
+            {"content": [{"type": "text", "text": "a", "x": 1}]},
+            "messages[0].content",
+            "part 0 has an unknown field 'x'",
+        ),
+        ({"content": [{"type": "text"}]}, "messages[0].content", "part 0 is"),
         ({"content": 3}, "messages[0].content", "string"),
         ({"content": "a", "x": 1}, "messages[0].x", "unknown field"),
     ],

@@ -6,7 +6,6 @@ this one has no use for is accepted where it changes nothing, and refused otherw
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -21,6 +20,7 @@ from pydantic import (
 )
 
 from keepmask.errors import RequestError
+from keepmask.messages import Message
 from keepmask.params import SamplingParams
 from keepmask.wire.fields import JsonForm
 
@@ -30,7 +30,6 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerateRequest",
-    "Message",
     "OpenAIFields",
     "RequestId",
     "Strict",
@@ -347,89 +346,6 @@ class CompletionRequest(OpenAIFields):
                 "echo=true: log-probs of a prompt are not part of a stream; set stream=false", param="echo"
             )
         return self
-
-
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    """Messages are text."""
-    text: str
-    """What it says."""
-
-
-class FunctionCall(Strict):
-    """The function of a tool call."""
-
-    name: str
-    """Which one was called."""
-    arguments: str
-    """With what, as a JSON text."""
-
-
-class ToolCall(Strict):
-    """A call that an earlier answer made."""
-
-    id: str | None = None
-    """Its name."""
-    type: Literal["function"] = "function"
-    """Calls are of functions."""
-    function: FunctionCall
-    """The call itself."""
-    index: int | None = None
-    """Its place in a stream."""
-
-
-class Message(Strict):
-    """One message of a conversation; also as OpenAI's client dumps those it was answered with."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks."""
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
-    """What is said; only an assistant that calls tools may say nothing."""
-    name: str | None = None
-    """The speaker's name, for templates that show it."""
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=1024)] | None = None
-    """What an assistant's message called."""
-    tool_call_id: str | None = None
-    """Which call a tool's message answers."""
-    reasoning_content: str | None = None
-    """What an assistant thought before, for templates that show it."""
-    reasoning: str | None = None
-    """The same, by its newer name."""
-    refusal: None = None
-    """No message is a refusal."""
-    audio: None = None
-    """Messages are text."""
-    function_call: None = None
-    """Calls are tool calls."""
-    annotations: NoneOf = None
-    """Messages cite nothing."""
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise RequestError(f"messages: a message of role {self.role!r} needs content", param="messages")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message with its parts joined to one text as vLLM joins them, without what it leaves out."""
-        message = self.model_dump(exclude_none=True, exclude={"annotations"})
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)
-        return {"content": "", **message}
-
-
-def _arguments(text: str) -> Any:
-    """Arguments of a tool call as an object, which templates expect; OpenAI sends them as JSON text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise RequestError("messages: arguments of a tool call must be a JSON text", param="messages") from None
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]

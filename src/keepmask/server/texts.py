@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from keepmask.errors import RequestError
+from keepmask.messages import Message, render_chat
 from keepmask.server.error_answers import ApiError
-from keepmask.server.schema import Message
 
 __all__ = ["Encoded", "Texts"]
 
@@ -51,16 +51,10 @@ class Texts:
 
         Raises RequestError when the template refuses it.
         """
-        spoken = [message.for_template() for message in messages]
-        self._check_length(sum(len(each["content"]) for each in spoken), "messages")
+        self._check_length(sum(len(message.content or "") for message in messages), "messages")
 
         def render(tokenizer: Any) -> Encoded:
-            try:
-                text = tokenizer.apply_chat_template(spoken, tokenize=False, **template)
-            except Exception as error:  # templates raise whatever they like
-                raise RequestError(
-                    f"messages: the chat template refused them: {str(error)[:300]}", param="messages"
-                ) from error
+            text = render_chat(tokenizer, messages, **template)
             self._check_length(len(text), "messages")
             return Encoded(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
