@@ -1,104 +1,61 @@
-"""`RolloutBackend`: where a trainer's rollouts come from, an engine in its process or a server."""
+"""Who draws a trainer's rollouts, and the weights it draws them with."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from keepmask.backends.http import AsyncClient, Client
+from keepmask.backends.base import Rollouts
+from keepmask.backends.http import Client
 from keepmask.errors import ConfigError
 from keepmask.llm import LLM
-from keepmask.outputs import Rollout
-from keepmask.params import SamplingParams
 
-__all__ = ["EmbeddedRollouts", "RolloutBackend", "ServerRollouts", "policy_weights", "rollouts_from"]
-
-_PART_BYTES = 64 * 2**20  # of weights that travel in one request
+__all__ = ["embedded", "policy_weights", "rollouts_from"]
 
 
-@runtime_checkable
-class RolloutBackend(Protocol):
-    """What a trainer asks of whoever draws its rollouts."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[Rollout]]:
-        """The completions of each prompt, with masks and log-probabilities. prompts: token ids."""
-
-    def update_weights(self, model: nn.Module, version: str) -> None:
-        """Draw with the weights of `model` from now on, and call them `version`."""
-
-
-class EmbeddedRollouts:
-    """An engine in this process."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-
-    @classmethod
-    def of(cls, model: nn.Module, **options: Any) -> EmbeddedRollouts:
-        """An engine for the policy `model`, in its type, on its device. options: of `EngineConfig`."""
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-        weight = next(base.parameters())
-        given = {
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "device": weight.device.type,
-            "return_sampling_mask": True,
-            "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": True,
-        }
-        return cls(LLM(base.config._name_or_path, **given | options))
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[Rollout]]:
-        """See `RolloutBackend`."""
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [output.rollouts() for output in self.llm.generate(asked, list(params), use_tqdm=False)]
-
-    def update_weights(self, model: nn.Module, version: str) -> None:
-        """See `RolloutBackend`."""
-        self.llm.update_weights(dict(policy_weights(model)), version=version, cast=True)
-
-
-class ServerRollouts:
-    """A keepmask server, which answers all requests at once."""
-
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        self._url = url
-        self._options: dict[str, Any] = {"api_key": api_key, "timeout_s": timeout_s}
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[Rollout]]:
-        """See `RolloutBackend`."""
-
-        async def everything() -> list[list[Rollout]]:
-            async with AsyncClient(self._url, **self._options) as client:
-                requests = zip(prompts, params, strict=True)
-                return await asyncio.gather(*(client.generate(list(prompt), each) for prompt, each in requests))
-
-        return asyncio.run(everything())
-
-    def update_weights(self, model: nn.Module, version: str) -> None:
-        """See `RolloutBackend`."""
-        with Client(self._url, **self._options) as client:
-            client.update_weights(map(safetensors.torch.save, _parts(policy_weights(model))), version, cast=True)
-
-
-def rollouts_from(where: str | RolloutBackend, model: nn.Module, options: Mapping[str, Any]) -> RolloutBackend:
+def rollouts_from(where: str | Rollouts, model: nn.Module, options: Mapping[str, Any]) -> Rollouts:
     """The backend that `where` names: "embedded", a server's URL, or a backend already.
 
-    options: of `EngineConfig` for an embedded engine, of `ServerRollouts` for a URL. Raises ConfigError for others.
+    options: of `EngineConfig` for an embedded engine, of `Client` for a URL. Raises ConfigError for others.
     """
     if where == "embedded":
-        return EmbeddedRollouts.of(model, **options)
+        return embedded(model, **options)
     if isinstance(where, str):
         if not where.startswith(("http://", "https://")):
-            raise ConfigError(f"rollouts={where!r}: must be 'embedded', a server's URL, or a RolloutBackend")
-        return ServerRollouts(where, **options)
-    if not isinstance(where, RolloutBackend):
-        raise ConfigError(f"rollouts: {type(where).__name__} has no generate and update_weights as RolloutBackend has")
+            raise ConfigError(f"rollouts={where!r}: must be 'embedded', a server's URL, or an object like Rollouts")
+        return Client(where, **options)
+    if not isinstance(where, Rollouts):
+        raise ConfigError(f"backend: {type(where).__name__} has not the methods of keepmask.backends.base.Rollouts")
     return where
+
+
+def embedded(model: nn.Module, **options: Any) -> LLM:
+    """An engine in this process for the policy `model`, in its type and on its device, from the checkpoint it was
+    loaded from; a model that was made in memory is written to one first. options: of `EngineConfig`.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    weight = next(base.parameters())
+    given = {
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": weight.device.type,
+        "return_sampling_mask": True,
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+    }
+    if base.config._name_or_path:
+        return LLM(base.config._name_or_path, **given | options)
+    with tempfile.TemporaryDirectory(prefix="keepmask-policy-") as folder:
+        base.config.save_pretrained(folder)
+        base.generation_config.save_pretrained(folder)
+        distinct = {tensor.data_ptr(): (name, tensor.contiguous()) for name, tensor in policy_weights(model)}
+        safetensors.torch.save_file(dict(distinct.values()), Path(folder) / "model.safetensors", {"format": "pt"})
+        return LLM(folder, **given | options)
 
 
 @torch.no_grad()
@@ -135,20 +92,3 @@ def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be spread over processes."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _parts(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Tensors of about 64 MB together, each with memory of its own; of tied ones the first."""
-    part: dict[str, Tensor] = {}
-    size, seen = 0, set()
-    for name, tensor in weights:
-        if tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        part[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-        if size >= _PART_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
+from keepmask.backends.base import Rollouts
 from keepmask.errors import BackendError, ConfigError
 from keepmask.integrations.replay_meter import ReplayMeter
-from keepmask.integrations.rollout_backends import RolloutBackend, rollouts_from
+from keepmask.integrations.rollout_backends import policy_weights, rollouts_from
 from keepmask.outputs import Rollout
 from keepmask.params import SamplingParams
 from keepmask.replay import ratios
@@ -83,7 +84,7 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]
 class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """`GRPOTrainer` whose rollouts carry masks, and whose old, current and reference log-probabilities are on them.
 
-    Takes what `GRPOTrainer` takes, and `backend`: an object with the methods of `RolloutBackend` in place of
+    Takes what `GRPOTrainer` takes, and `backend`: an object with the methods of `Rollouts` in place of
     `args.rollouts`. A `rollout_func` of the caller's own, for dialogues with tools, draws with `draw` and returns its
     rollouts under the key "rollouts" beside TRL's: an item a completion, which for several turns is a list of rollouts
     each continuing the one before, and under "env_mask" 0 for tokens that nobody drew.
@@ -98,7 +99,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         reward_funcs: Any = None,
         args: ReplayGRPOConfig | None = None,
         *,
-        backend: RolloutBackend | None = None,
+        backend: Rollouts | None = None,
         rollout_func: Callable[[list[Any], ReplayGRPOTrainer], dict[str, Any]] | None = None,
         **options: Any,
     ) -> None:
@@ -146,7 +147,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.sampling_params.replace(**{"n": count, "seed": self._next_seed()} | changes)
             for count in (counts or [1] * len(prompts))
         ]
-        drawn = self.backend.generate(prompts, params)
+        drawn = self.backend.rollouts(prompts, params)
         self._spent("rollout", started)
         self.num_drawn_tokens += sum(rollout.token_ids.size for each in drawn for rollout in each)
         failed = [rollout for each in drawn for rollout in each if rollout.finish_reason in ("error", "abort")]
@@ -209,7 +210,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Give the engine the weights of this step."""
         if self._synced_step != self.state.global_step:
             started = time.perf_counter()
-            self.backend.update_weights(self.accelerator.unwrap_model(self.model), str(self.state.global_step))
+            weights = dict(policy_weights(self.accelerator.unwrap_model(self.model)))
+            self.backend.update_weights(weights, version=str(self.state.global_step))
             self._synced_step = self.state.global_step
             self._spent("sync", started)
 
