@@ -78,6 +78,10 @@ class Serving:
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server did not stop"
 
+    def running(self) -> bool:
+        """Whether the server has not stopped."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from serving import Serving
 
+from keepmask.server.body import Bodies
+
 PATH = "/inference/v1/generate"
 
 
@@ -187,3 +189,48 @@ def test_unknown_paths_and_methods_have_our_shape(serving: Serving):
     assert wrong.json()["error"]["code"] == 405
     assert wrong.json()["error"]["message"] == f"GET {PATH}: only POST is taken there"
     assert wrong.headers["allow"] == "POST"
+
+
+def test_body_that_comes_too_slowly_is_given_up(small: Serving, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Bodies, "read_s", 0.3)
+    began_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", small.port), timeout=20) as connection:
+        connection.sendall(post(b"{", "Content-Length: 1000"))
+        connection.setblocking(False)
+        received = b""
+        while b"\r\n\r\n" not in received and time.monotonic() - began_s < 10:
+            with contextlib.suppress(BlockingIOError):
+                received += connection.recv(2**16)
+            with contextlib.suppress(ConnectionError):
+                connection.send(b" ")
+            time.sleep(0.05)
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began_s < 5
+
+
+def test_more_values_than_any_request_has_are_refused_before_they_are_made(serving: Serving):
+    body = b'{"sampling_params": {}, "token_ids": [1' + b",1" * 2**20 + b",1]}"
+    began_s = time.monotonic()
+    answer = serving.client.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert "values; at most 1048576" in answer.json()["error"]["message"]
+    assert time.monotonic() - began_s < 1
+    commas = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "request_id": "," * 200}
+    assert serving.client.post(PATH, json=commas).status_code == 200
+
+
+def test_unknown_fields_are_dropped_and_warned_of_once_where_the_server_is_told_to(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+):
+    with Serving(checkpoint, ignore_unknown_fields=True) as lenient:
+        for _ in range(3):
+            answer = lenient.generate([1, 2], params={"max_tokens": 2, "topp": 0.5}, colour="red")
+            assert answer.status_code == 200, answer.text
+        messages = [{"role": "user", "content": "x", "mood": 1}, {"role": "user", "content": "y", "mood": 2}]
+        chat = lenient.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+        assert chat.status_code == 200, chat.text
+        sglang = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "what": 0}}
+        assert lenient.client.post("/generate", json=sglang).status_code == 200
+        assert lenient.generate([1, 2], params={"top_p": 7}).status_code == 400
+    warned = sorted(record.args[0] for record in caplog.records if "unknown field" in record.msg)
+    assert warned == ["colour", "messages[].mood", "sampling_params.topp", "sampling_params.what"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import Serving, until
 
@@ -92,3 +93,38 @@ def test_no_http_in_the_middle_of_an_answer_ends_that_request_only(hurried: Serv
             assert connection.recv(2**16)[:13] in (b"HTTP/1.1 400 ", b"")
         until(lambda: not hurried.service.tickets())
         assert hurried.generate([1], params={"max_tokens": 1}).status_code == 200
+
+
+def test_idle_connections_make_room_for_new_ones(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("keepmask.server.lifecycle.connection_limit", lambda: 20)
+    with Serving(checkpoint) as serving, contextlib.ExitStack() as opened:
+        idle = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", serving.port), timeout=10)) for _ in range(60)
+        ]
+        until(lambda: len(serving.server.server_state.connections) == 20)
+        assert serving.client.get("/health").status_code == 200
+        assert idle[0].recv(10) == b""  # the oldest have gone
+        assert len(serving.server.server_state.connections) == 20
+
+
+def test_busy_connections_stay_and_others_are_told_to_come_back(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("keepmask.server.lifecycle.connection_limit", lambda: 3)
+    params = {"max_tokens": 30, "ignore_eos": True, "top_k": 2}
+    with Serving(checkpoint) as serving, serving.slowed(0.02):
+        asked = [
+            serving.in_background(
+                lambda: httpx.post(
+                    f"{serving.url}/inference/v1/generate",
+                    json={"token_ids": [1], "sampling_params": params},
+                    timeout=60,
+                )
+            )
+            for _ in range(3)
+        ]
+        until(lambda: serving.engine.num_unfinished == 3)
+        refused = httpx.get(f"{serving.url}/health")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "3 connections are busy" in refused.json()["error"]["message"]
+        assert [each.result().status_code for each in asked] == [200] * 3
+        assert httpx.get(f"{serving.url}/health").status_code == 200

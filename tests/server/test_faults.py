@@ -114,6 +114,7 @@ def test_failing_forward_answers_everyone_and_closes_the_house(checkpoint: Path,
         assert serving.service.admission.num_completions == 0
         assert serving.service.admission.num_bytes == 0
         stream.close()
+    assert serving.server.exit_code == 1
 
 
 def test_delivery_that_fails_ends_its_own_request_only(serving: Serving, monkeypatch: pytest.MonkeyPatch):

@@ -196,6 +196,20 @@ def test_second_sigterm_stops_at_once(checkpoint: Path, tmp_path: Path):
         assert process.stop() == 1
         assert time.monotonic() - started < 60
         assert "were not finished" in process.text()
+        assert "Traceback" not in process.text()
+        assert "leaked" not in process.text()
+
+
+def test_limit_of_open_files_is_raised_as_far_as_it_goes():
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1024));"
+        "from keepmask.server.connection import connection_limit; print(connection_limit());"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    most, soft = map(int, done.stdout.split())
+    assert soft == 1024
+    assert 800 < most < 1024
 
 
 def test_killed_server_gives_clients_an_error_not_a_hang(checkpoint: Path, tmp_path: Path):

