@@ -66,7 +66,7 @@ def test_rollouts_are_those_of_the_engine(serving: Serving, form: Any):
         assert rollout.logprobs.tolist() == pytest.approx([entry["logprob"] for entry in choice["logprobs"]["content"]])
         assert rollout.seed == 4
         assert rollout.finish_reason == "length"
-        assert [tuple(span) for span in rollout.weight_versions] == [(0, 12, "0")]
+        assert [tuple(span) for span in rollout.weight_versions] == [(0, 12, "default")]
         assert SamplingParams(**rollout.sampling_params) == PARAMS
 
 

@@ -222,7 +222,7 @@ def test_chunks_add_up_to_the_whole(llm, size, case):
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == (whole.finish_reason, whole.stop_reason)
     for chunk in chunks:
-        assert [tuple(span) for span in chunk.weight_versions] == [(0, len(chunk.token_ids), "0")]
+        assert [tuple(span) for span in chunk.weight_versions] == [(0, len(chunk.token_ids), "default")]
 
 
 def test_versions_cover_the_tokens_exactly(llm):
@@ -230,7 +230,7 @@ def test_versions_cover_the_tokens_exactly(llm):
     for version in "aabbbcc":
         llm.engine.weight_version = version
         llm.engine.step()
-    llm.engine.weight_version = "0"
+    llm.engine.weight_version = "default"
     (whole,) = llm.engine.output(request).outputs
     assert [tuple(span) for span in whole.weight_versions] == [(0, 2, "a"), (2, 5, "b"), (5, 7, "c")]
     chunk = llm.engine.delta(request.completions[0], 3, 0)

@@ -138,7 +138,7 @@ def test_update_that_does_not_fit_changes_nothing(old, new, case):
         old.update_weights(wrong_updates(state(new))[case])
     assert raised.value.param == "weights"
     assert "the model keeps its own" in str(raised.value)
-    assert old.engine.weight_version == "0"
+    assert old.engine.weight_version == "default"
     assert old.engine.weight_checksums() == checks
     assert drawn(old) == before
 
@@ -224,7 +224,7 @@ def test_swap_that_breaks_in_the_middle_is_undone(old, new, monkeypatch, at):
         with pytest.raises(MemoryError):
             old.engine.update_weights(stage)
     assert old.engine.weight_checksums() == checks
-    assert old.engine.weight_version == "0"
+    assert old.engine.weight_version == "default"
     assert drawn(old) == before
     old.engine.update_weights(stage)  # the stage still holds the new ones
     assert drawn(old) == drawn(new)
@@ -237,7 +237,7 @@ def test_spans_split_at_the_token_where_the_weights_changed(old, new):
     old.update_weights(state(new), version="new")
     *_, output = stream
     (completion,) = output.outputs
-    assert [tuple(span) for span in completion.weight_versions] == [(0, 5, "0"), (5, 12, "new")]
+    assert [tuple(span) for span in completion.weight_versions] == [(0, 5, "default"), (5, 12, "new")]
     assert completion.sampling_mask is not None
     assert len(completion.token_ids) == len(completion.sampling_mask) == 12
 

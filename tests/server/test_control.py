@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -18,6 +19,7 @@ from serving import Serving, events, until
 
 import tiny
 from keepmask import LLM
+from keepmask.engine.weights import checksum
 
 KEY = "trainer-key"
 PROMPT = list(range(100, 148))
@@ -48,7 +50,7 @@ def serving(trained: Serving, checkpoint: Path) -> Iterator[Serving]:
     trained.settle()
     trained.client.post("/start_weight_update", json={"discard": True}).raise_for_status()
     push(trained, (checkpoint / "model.safetensors").read_bytes()).raise_for_status()
-    trained.client.post("/finish_weight_update", json={"weight_version": "0"}).raise_for_status()
+    trained.client.post("/finish_weight_update", json={"weight_version": "default"}).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,7 @@ def test_failed_update_leaves_weights_version_and_draws(serving: Serving, expect
     assert unfinished.status_code == 400
     assert "tensors are missing" in unfinished.json()["error"]["message"]
     assert checksums(serving) == before
-    assert version(serving) == "0"
+    assert version(serving) == "default"
     assert draws(serving) == expected["0"]
     rest = {name: tensors[name] for name in sorted(tensors)[10:]}
     push(serving, safetensors.torch.save(rest)).raise_for_status()
@@ -205,7 +207,7 @@ def test_swap_that_breaks_is_undone_and_answered_500(
     assert failed.status_code == 500
     assert "none left" not in failed.text
     assert checksums(serving) == before
-    assert version(serving) == "0"
+    assert version(serving) == "default"
     assert draws(serving) == expected["0"]
     serving.client.post("/finish_weight_update", json={"weight_version": "1"}).raise_for_status()
     assert draws(serving) == expected["1"]
@@ -340,6 +342,85 @@ def test_control_is_off_unless_enabled(checkpoint: Path):
                 assert "--enable-weight-updates" in answer.json()["error"]["message"]
 
 
+def test_tensors_of_several_places_are_applied_once_each_or_not_at_all(serving: Serving, folder: Path):
+    tensors = safetensors.torch.load_file(folder / "step1" / "model.safetensors")
+    names = sorted(tensors)
+    half, rest = ({name: tensors[name] for name in part} for part in (names[::2], names[1::2]))
+    for place, part in (("a", half), ("b", rest), ("c", tensors)):
+        (folder / "parts" / place).mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(part, folder / "parts" / place / "model.safetensors")
+
+    def send(*places: str) -> httpx.Response:
+        info = [{"path": f"parts/{place}"} for place in places]
+        return serving.client.post("/update_weights", json={"update_info": info})
+
+    before = checksums(serving)
+    serving.client.post("/start_weight_update").raise_for_status()
+    refused = send("a", "c")
+    assert refused.status_code == 400
+    assert "is in parts/a/model.safetensors and in parts/c/model.safetensors; give it once" in refused.text
+    assert send("a", "b").json()["missing"] == 0
+    assert checksums(serving) == before
+    serving.client.post("/finish_weight_update").raise_for_status()
+    after = checksums(serving)
+    assert all(after[name] == checksum(tensor) for name, tensor in tensors.items())
+
+
+def test_index_of_a_folder_says_what_is_read(serving: Serving, folder: Path):
+    tensors = safetensors.torch.load_file(folder / "step2" / "model.safetensors")
+    place = folder / "indexed"
+    place.mkdir()
+    names = sorted(tensors)
+    files = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, part in files.items():
+        safetensors.torch.save_file({name: tensors[name] for name in part}, place / file)
+    left_over = {name: tensor + 7 for name, tensor in tensors.items()}
+    safetensors.torch.save_file(left_over, place / "model-0.safetensors")
+    index = {name: file for file, part in files.items() for name in part}
+
+    def update(**changes: str) -> httpx.Response:
+        (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**index, **changes}}))
+        return serving.client.post("/update_weights", json={"weight_dir": "indexed"})
+
+    for changes, says in (
+        ({names[0]: "model-2.safetensors"}, names[0]),
+        ({"no.such": "model-2.safetensors"}, "no.such"),
+        ({names[0]: "../model-1.safetensors"}, "is no file beside it"),
+        ({names[0]: "model-9.safetensors"}, "No such file"),
+    ):
+        refused = update(**changes)
+        assert refused.status_code == 400
+        assert says in refused.text
+    answer = update()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["weight_version"] == version(serving)
+    after = checksums(serving)
+    assert all(after[name] == checksum(tensor) for name, tensor in tensors.items())
+
+
+def test_names_of_sglang_for_pausing_and_updating(serving: Serving):
+    client = serving.client
+    assert client.post("/pause_generation", json={"mode": "in_place"}).json() == {"status": "paused"}
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    assert client.get("/health_generate").status_code == 200
+    body = {"model_path": "step1", "weight_version": "w1", "flush_cache": True}
+    assert client.post("/update_weights_from_disk", json=body).json()["success"] is True
+    assert client.get("/get_weight_version").json()["weight_version"] == "w1"
+    assert client.post("/continue_generation").status_code == 200
+    assert client.get("/flush_cache").status_code == 200
+    assert client.get("/health_generate").status_code == 200
+    info = client.get("/server_info", params={"config_format": "json"}).json()
+    assert info["weight_version"] == "w1"
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+
+
+def test_older_name_of_the_waiting_pause(serving: Serving):
+    client = serving.client
+    assert client.post("/pause?wait_for_inflight_requests=true").json() == {"status": "paused"}
+    client.post("/resume").raise_for_status()
+    assert client.post("/pause?wait_for_inflight_requests=true&mode=keep").status_code == 400
+
+
 def test_restarted_worker_serves_nothing_before_its_weights_are_back(checkpoint: Path, folder: Path):
     options: dict[str, Any] = {"api_keys": (KEY,), "enable_weight_updates": True, "weights_dir": str(folder)}
     with Serving(checkpoint, await_weights=True, **options) as serving:
@@ -347,7 +428,7 @@ def test_restarted_worker_serves_nothing_before_its_weights_are_back(checkpoint:
         refused = serving.generate(PROMPT, params=PARAMS)
         assert refused.status_code == 503
         assert "waits for its weights" in refused.json()["error"]["message"]
-        assert serving.client.get("/weight_info").json() == {"weight_version": "0", "awaited": True}
+        assert serving.client.get("/weight_info").json() == {"weight_version": "default", "awaited": True}
         serving.client.post("/start_weight_update").raise_for_status()
         serving.client.post("/update_weights", json={"update_info": {"path": "step1"}}).raise_for_status()
         assert serving.generate(PROMPT, params=PARAMS).status_code == 503
@@ -375,7 +456,7 @@ def test_trainer_killed_in_the_middle_of_an_update_changes_nothing(
         # The end of a process: what it had not read or sent is gone, and its connections are reset.
         trainer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert checksums(serving) == before
-    assert version(serving) == "0"
+    assert version(serving) == "default"
     assert draws(serving) == expected["0"]
     assert serving.client.post("/finish_weight_update").status_code == 400
     # The trainer that takes its place begins anew.
@@ -405,7 +486,7 @@ def test_weights_changed_in_mid_generation_split_the_span_at_the_exact_token(
     (choice,) = running.result()["choices"]
     aligned(choice)
     first, second = choice["weight_versions"]
-    assert (first["version"], second["version"]) == ("0", "1")
+    assert (first["version"], second["version"]) == ("default", "1")
     long = {**LONG, "max_tokens": first["end"]}
     assert draws(serving, PARAMS) == expected["1"]
     with Serving(serving.engine.config.model, engine={"skip_tokenizer_init": True}) as untouched:

@@ -293,7 +293,7 @@ def test_request_that_takes_too_long_ends_with_what_it_has(checkpoint: Path):
         chunks = [event["choices"][0] for event in serving.stream(PROMPT, params=LONG)]
         assert chunks[-1]["finish_reason"] == "abort"
         spans = chunks[-1]["weight_versions"]
-        assert spans == [{"start": 0, "end": sum(len(chunk["token_ids"]) for chunk in chunks), "version": "0"}]
+        assert spans == [{"start": 0, "end": sum(len(chunk["token_ids"]) for chunk in chunks), "version": "default"}]
 
 
 def test_requests_that_had_to_give_up_their_place_are_answered_the_same(serving: Serving, checkpoint: Path):

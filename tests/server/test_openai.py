@@ -560,3 +560,61 @@ def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI, serving:
 def test_forms_that_cannot_be_are_refused(client: openai.OpenAI, serving: Serving, body: Any, message: str):
     with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model=serving.service.model_name, prompt=TEXT, extra_body=body, **COMMON)
+
+
+def test_echo_scores_the_prompt_as_lm_eval_asks_for_it(serving: Serving):
+    assert serving.engine.tokenizer is not None
+    ids = [5, 6, 7, 8]
+    body = {"prompt": ids, "echo": True, "logprobs": 2, "temperature": 0}
+    plain = serving.client.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "max_tokens": 1}).json()
+    truth = plain["choices"][0]["prompt_logprobs"]
+    for max_tokens in (0, 1):
+        choice = serving.client.post("/v1/completions", json={**body, "max_tokens": max_tokens}).json()["choices"][0]
+        shown = choice["logprobs"]
+        assert {len(column) for column in shown.values()} == {4 + max_tokens}
+        assert shown["token_logprobs"][0] is shown["top_logprobs"][0] is None
+        assert shown["token_logprobs"][1:4] == [truth[at][str(ids[at])]["logprob"] for at in (1, 2, 3)]
+        assert choice["text"] == "".join(shown["tokens"])
+        assert choice["text"].startswith(serving.engine.tokenizer.decode(ids))
+        assert shown["text_offset"] == [sum(map(len, shown["tokens"][:at])) for at in range(4 + max_tokens)]
+    assert serving.client.post("/v1/completions", json={"prompt": ids, "max_tokens": 0}).status_code == 400
+
+
+def test_three_hundred_prompts_in_one_request(serving: Serving):
+    body = {"prompt": [[5 + at % 7, 6] for at in range(300)], "max_tokens": 1, "temperature": 0}
+    answer = serving.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(300))
+
+
+def test_conversations_as_openais_client_dumps_them(client: openai.OpenAI, serving: Serving):
+    first = client.chat.completions.create(model=serving.service.model_name, messages=FLAT, **COMMON)
+    dumped = first.choices[0].message.model_dump()
+    assert {"refusal", "audio", "function_call", "annotations", "tool_calls"} <= dumped.keys()
+    dumped |= {"reasoning_content": None, "annotations": []}
+    again = {"messages": [*FLAT, dumped, FLAT[1]], "metadata": None, "store": None, "service_tier": None, **COMMON}
+    plain = {"messages": [*FLAT, {"role": "assistant", "content": dumped["content"]}, FLAT[1]], **COMMON}
+    answers = [serving.client.post("/v1/chat/completions", json=body).json() for body in (again, plain)]
+    assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
+
+
+def test_overlong_requests_carry_the_code_and_the_words_that_clients_look_for(serving: Serving):
+    long = [{"role": "user", "content": "a" * 600}]
+    for body, param in (
+        ({"messages": long}, "messages"),
+        ({"messages": FLAT, "max_completion_tokens": 600}, "max_completion_tokens"),
+        ({"messages": FLAT, "max_tokens": 600}, "max_tokens"),
+    ):
+        error = serving.client.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(param)
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 512 tokens" in error["message"]
+
+
+def test_name_of_a_request_may_come_in_its_header(serving: Serving):
+    body = {"prompt": TEXT, **COMMON}
+    answer = serving.client.post("/v1/completions", json=body, headers={"x-request-id": "from-proxy"})
+    assert answer.json()["id"] == answer.headers["x-request-id"] == "from-proxy"
+    answer = serving.client.post("/v1/completions", json={**body, "request_id": "own"}, headers={"x-request-id": "p"})
+    assert answer.json()["id"] == answer.headers["x-request-id"] == "own"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_answer_has_sglangs_shape_and_our_draws(serving: Serving, truth: dict[st
     assert meta["id"] == "mine"
     assert meta["finish_reason"] == {"type": "length", "length": 10}
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 10)
-    assert meta["weight_version"] == "0"
+    assert meta["weight_version"] == "default"
     assert [item[1] for item in meta["output_token_logprobs"]] == truth["token_ids"]
     content = truth["logprobs"]["content"]
     assert [item[0] for item in meta["output_token_logprobs"]] == [entry["logprob"] for entry in content]
@@ -72,7 +73,7 @@ def test_mask_with_the_logprobs_of_drawn_tokens_is_what_our_reader_expects(servi
     assert rollout.logprobs is not None
     assert rollout.logprobs.tolist() == [entry["logprob"] for entry in truth["logprobs"]["content"]]
     assert answer["meta_info"]["output_token_sampling_mask_length"] == 10
-    assert [tuple(span) for span in rollout.weight_versions] == [(0, 10, "0")]
+    assert [tuple(span) for span in rollout.weight_versions] == [(0, 10, "default")]
 
 
 def test_mask_with_the_logprobs_of_the_support(serving: Serving, truth: dict[str, Any]):
@@ -235,3 +236,51 @@ def test_texts_have_the_form_that_is_asked_for(serving: Serving):
         body = {"text": "x", "sampling_params": {"max_new_tokens": 30, **form}}
         answer = serving.client.post("/generate", json=body).json()
         assert answer["text"] in ('"ab"', "a", "b") or set(answer["text"]) <= {"a", "b"}, form
+
+
+def test_fields_for_each_prompt_come_as_lists(serving: Serving):
+    body: dict[str, Any] = {
+        "input_ids": [[5, 6], [7, 8]],
+        "sampling_params": [{**SAMPLING, "max_new_tokens": 2}, {**SAMPLING, "max_new_tokens": 3}],
+        "return_logprob": [True, False],
+        "return_sampling_mask": [False, True],
+        "return_prompt_token_ids": True,
+    }
+    first, second = serving.client.post("/generate", json=body).json()
+    assert first["meta_info"]["output_token_logprobs_length"] == len(first["output_ids"]) == 2
+    assert first["meta_info"]["input_token_logprobs"] == []
+    assert "output_token_sampling_mask" not in first["meta_info"]
+    assert "output_token_logprobs" not in second["meta_info"]
+    assert second["meta_info"]["output_token_sampling_mask_length"] == 3
+    assert [first["prompt_token_ids"], second["prompt_token_ids"]] == body["input_ids"]
+    assert first["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 0}
+
+
+def test_prompt_alone_can_be_scored(serving: Serving):
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = serving.client.post("/generate", json=body).json()
+    assert answer["output_ids"] == []
+    assert answer["text"] == ""
+    scored = answer["meta_info"]["input_token_logprobs"]
+    assert [token_id for _, token_id, _ in scored] == [5, 6, 7]
+    assert scored[0][0] is None
+    assert all(value < 0 for value, _, _ in scored[1:])
+
+
+def test_whole_vocabulary_is_listed_only_within_the_budget(checkpoint: Path):
+    sampling = {"max_new_tokens": 6, "min_p": 1e-9, "temperature": 9.0, "sampling_seed": 1, "ignore_eos": True}
+    body = {"input_ids": [5, 6], "sampling_params": sampling, "return_sampling_mask": True}
+    with Serving(checkpoint) as serving:
+        meta = serving.client.post("/generate", json=body).json()["meta_info"]
+        assert [len(row) for row in meta["output_token_sampling_mask"]] == [512] * 6
+        assert meta["output_token_sampling_mask"][0] == list(range(512))
+    with Serving(checkpoint, engine={"max_mask_bytes_per_request": 6 * 512 * 4 - 4}) as serving:
+        meta = serving.client.post("/generate", json=body).json()["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        assert "max_mask_bytes_per_request" in meta["finish_reason"]["message"]
+        assert "output_token_sampling_mask" not in meta

@@ -62,7 +62,7 @@ def test_answer_is_what_the_engine_alone_draws(serving: Serving, alone: LLM):
         assert choice["token_ids"] == output.token_ids
         assert choice["sampling_mask"] == output.sampling_mask.token_ids
         assert choice["finish_reason"] == "length"
-        assert choice["weight_versions"] == [{"start": 0, "end": 15, "version": "0"}]
+        assert choice["weight_versions"] == [{"start": 0, "end": 15, "version": "default"}]
         for entry, token_id, logprobs in zip(
             choice["logprobs"]["content"], output.token_ids, output.logprobs, strict=True
         ):
@@ -350,3 +350,57 @@ def test_cache_salt_keeps_prefixes_apart(serving: Serving):
     assert cached(cache_salt="b") == 0
     assert cached() == 0
     assert cached() == 48
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"return_token_ids": True},  # prime-rl
+        {"routed_experts_prompt_start": 4},  # renderers, from the second turn on
+        {"output_kind": 2, "spaces_between_special_tokens": True, "skip_clone": True, "flat_logprobs": False},  # SkyRL
+        {"structured_outputs": None, "extra_args": None, "logprob_token_ids": None, "repetition_detection": None},
+        {"min_p": None, "stop": None, "presence_penalty": None},
+    ],
+)
+def test_sampling_fields_of_vllms_that_change_nothing_are_taken(serving: Serving, sent: dict[str, Any]):
+    plain = serving.generate(PROMPT, params={**PARAMS, "seed": 4}).json()["choices"][0]["token_ids"]
+    answer = serving.generate(PROMPT, params={**PARAMS, **sent, "seed": 4})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == plain
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"extra_args": {"a": 1}},
+        {"skip_reading_prefix_cache": True},
+        {"prompt_logprob_start": 2},
+        {"watermarking": True},
+        {"routed_experts_prompt_start": -1},
+    ],
+)
+def test_sampling_fields_of_vllms_that_would_change_something_are_refused_by_name(
+    serving: Serving, sent: dict[str, Any]
+):
+    error = serving.generate(PROMPT, params={**PARAMS, **sent}).json()["error"]
+    assert error["param"].partition(".")[0] == next(iter(sent)), error
+
+
+def test_answers_have_every_field_of_vllms(serving: Serving):
+    answer = serving.generate(PROMPT, params=PARAMS).json()
+    recorded = {"request_id", "model", "created", "usage", "prompt_logprobs", "prompt_token_id_logprobs", "output_mode"}
+    recorded |= {
+        "prompt_token_ids",
+        "mm_placeholders",
+        "metrics",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "choices",
+    }
+    assert recorded <= answer.keys()
+    (choice,) = answer["choices"]
+    assert {"index", "finish_reason", "stop_reason", "token_ids", "routed_experts", "sampling_mask"} <= choice.keys()
+    assert {"weight_versions", "logprobs"} <= choice.keys()
+    entry = choice["logprobs"]["content"][0]
+    assert {"token_id", "logprob", "rank", "top_logprobs"} <= entry.keys()
+    assert {"token_id", "logprob", "rank"} <= entry["top_logprobs"][0].keys()

@@ -66,7 +66,7 @@ class Engine:
         self.runner = ModelRunner(config)
         self.tokenizer: Any | None = load_tokenizer(config)
         self.eos_token_ids = eos_token_ids(self.runner.model, self.tokenizer)
-        self.weight_version = "0"
+        self.weight_version = "default"  # as vLLM calls the weights it was started with
         self.sampler = Sampler(
             SamplerSpec(
                 vocab_size=self.runner.vocab_size,
@@ -441,4 +441,6 @@ class Engine:
 
 
 def _next_version(version: str) -> str:
+    if version == "default":
+        return "1"
     return str(int(version) + 1) if version.isdecimal() else f"{version}+1"
