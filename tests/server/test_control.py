@@ -251,7 +251,7 @@ def test_checker_compares_and_overwrites(serving: Serving):
     noise = compare()
     assert not noise["match"]
     assert noise["mismatches"] == sorted(baseline)
-    assert version(serving) == "0+random"
+    assert version(serving) == "default+random"
 
 
 def test_weights_can_be_renamed(serving: Serving):
