@@ -22,7 +22,7 @@ from keepmask.params import SamplingParams
 from keepmask.sampling import LogitsProcessor
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 __all__ = ["LLM", "Prompt"]
 
@@ -54,8 +54,31 @@ class LLM:
     """
 
     def __init__(self, model: str, *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any) -> None:
-        self.config = EngineConfig(model=model, **options)
-        self.engine = Engine(self.config, processors=logits_processors)
+        self._serve(Engine(EngineConfig(model=model, **options), processors=logits_processors))
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any
+    ) -> LLM:
+        """An engine for a trainer's module: a causal LM of transformers, PEFT's adapters merged.
+
+        It has weights of its own, which follow the module's by `sync`. options: as of `LLM`; type, device and name are
+        by default the module's, and the tokenizer that of its name.
+        """
+        base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+        weight = next(base.parameters())
+        given = {
+            "model": getattr(base, "name_or_path", "") or type(base).__name__,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "device": weight.device.type,
+        }
+        llm = cls.__new__(cls)
+        llm._serve(Engine(EngineConfig(**given | options), processors=logits_processors, module=module))
+        return llm
+
+    def _serve(self, engine: Engine) -> None:
+        self.engine = engine
+        self.config = engine.config
         self._prompts = Prompts(self.engine.tokenizer)
         self._num_requests = 0
         self._turns = Turns()
@@ -235,6 +258,22 @@ class LLM:
         stage = self.engine.stage_weights(weights, partial=partial, cast=cast)
         with self._turns:
             return self.engine.update_weights(stage, version)
+
+    def sync(self, module: nn.Module, *, version: str | None = None) -> str:
+        """Take over the weights of a trainer's module, adapters merged; returns their version, as `update_weights`.
+
+        Tensors that have not changed are left, the others are written over one by one, rounded to the engine's type: no
+        second copy of the weights is held, and the module's are not touched. Raises RequestError, and changes nothing,
+        when they are not those of this model.
+        """
+        with self._turns:
+            return self.engine.sync_weights(module, version)
+
+    def reset_prefix_cache(self) -> bool:
+        """New requests compute their prompts anew. Always True: nothing holds a cached prefix back."""
+        with self._turns:
+            self.engine.reset_prefix_cache()
+        return True
 
     def step(self) -> list[Request]:
         """One step of the engine; returns the requests that have new tokens or ended.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keepmask.config import EngineConfig
 from keepmask.engine.admission import Admission
@@ -19,6 +19,7 @@ from keepmask.engine.kvcache import BlockPool, prefix_hashes
 from keepmask.engine.loading import eos_token_ids, load_tokenizer, unmapped_token_ids
 from keepmask.engine.model_runner import LMHead, ModelRunner
 from keepmask.engine.output_builder import OutputBuilder
+from keepmask.engine.policy_weights import copy_changed, policy_weights
 from keepmask.engine.request import Completion, Request, State, SupportRows
 from keepmask.engine.scheduler import ScheduledChunk, Scheduler
 from keepmask.engine.speculation import Speculation, speculation_of
@@ -61,9 +62,11 @@ class Engine:
     engine itself failed.
     """
 
-    def __init__(self, config: EngineConfig, *, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self, config: EngineConfig, *, processors: Sequence[LogitsProcessor] = (), module: nn.Module | None = None
+    ) -> None:
         self.config = config
-        self.runner = ModelRunner(config)
+        self.runner = ModelRunner(config, module)
         self.tokenizer: Any | None = load_tokenizer(config)
         self.eos_token_ids = eos_token_ids(self.runner.model, self.tokenizer)
         self.weight_version = "default"  # as vLLM calls the weights it was started with
@@ -300,6 +303,11 @@ class Engine:
         """
         stage.check_complete()
         stage.exchange()
+        return self._weights_changed(_next_version(self.weight_version) if version is None else version)
+
+    def sync_weights(self, module: nn.Module, version: str | None = None) -> str:
+        """Replace the weights by those of a trainer's module, see `copy_changed`; returns their version."""
+        copy_changed(self.runner.model, lambda: policy_weights(module))
         return self._weights_changed(_next_version(self.weight_version) if version is None else version)
 
     def rename_weights(self, version: str) -> None:

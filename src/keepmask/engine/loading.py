@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from keepmask.config import EngineConfig
+from keepmask.engine.policy_weights import copy_changed, policy_weights
 from keepmask.errors import ConfigError
 from keepmask.forward import attention
 from keepmask.models import bundled
 
 __all__ = [
     "checkpoint",
+    "copy_model",
     "device_of",
     "dtype_of",
     "eos_token_ids",
@@ -94,8 +98,30 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
             f"model {config.model!r}: {len(missing)} of its weights are not in the checkpoint: {shown}; "
             "use a complete checkpoint of this architecture"
         )
+    return _prepared(model, config.model, device)
+
+
+def copy_model(config: EngineConfig, module: nn.Module, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of its own with the weights of a trainer's module, adapters merged; neither writes into the other's.
+
+    Raises ConfigError when it is no causal language model of transformers, or not one that `load_model` would take.
+    """
+    attention.register()
+    base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+    if not isinstance(base, PreTrainedModel):
+        raise ConfigError(f"model: {type(base).__name__} is no causal language model of transformers")
+    settings = copy.deepcopy(base.config)
+    _refuse_unsupported(config.model, settings)
+    _refuse_moving_rotation(config, settings)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention.NAME)
+    model.generation_config = copy.deepcopy(base.generation_config)
+    copy_changed(model, lambda: policy_weights(module))
+    return _prepared(model, config.model, device)
+
+
+def _prepared(model: PreTrainedModel, name: str, device: torch.device) -> PreTrainedModel:
     if model.get_output_embeddings() is None:
-        raise ConfigError(f"model {config.model!r} ({settings.model_type}): has no language-model head")
+        raise ConfigError(f"model {name!r} ({model.config.model_type}): has no language-model head")
     model = model.eval().requires_grad_(requires_grad=False).to(device)
     _align(model)
     return model

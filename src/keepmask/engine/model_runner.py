@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepmask.config import EngineConfig
-from keepmask.engine.loading import device_of, dtype_of, load_model
+from keepmask.engine.loading import copy_model, device_of, dtype_of, load_model
 from keepmask.engine.probe import ModelProbe, ProbeChunk
 from keepmask.engine.scheduler import BlockCopy
 from keepmask.errors import ConfigError
@@ -85,15 +85,18 @@ class LMHead:
 
 
 class ModelRunner:
-    """Loads the model and runs it on flat batches of tokens.
+    """Loads the model, or copies a trainer's module, and runs it on flat batches of tokens.
 
     Raises ConfigError naming what cannot be served: the model, its length, or the cache's size.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, module: nn.Module | None = None) -> None:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
-        self.model = load_model(config, self.device, self.dtype)
+        if module is None:
+            self.model = load_model(config, self.device, self.dtype)
+        else:
+            self.model = copy_model(config, module, self.device, self.dtype)
         probe = ModelProbe(self.model, config.model)  # before its layers compute in compiled code
         settings = self.model.config.get_text_config()
         self._decoder = Decoder.of(self.model, max_num_tokens=config.max_num_batched_tokens)

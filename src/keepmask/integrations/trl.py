@@ -19,9 +19,11 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from keepmask.backends.base import Rollouts
+from keepmask.engine.policy_weights import policy_weights
 from keepmask.errors import BackendError, ConfigError
 from keepmask.integrations.replay_meter import ReplayMeter
-from keepmask.integrations.rollout_backends import policy_weights, rollouts_from
+from keepmask.integrations.rollout_backends import rollouts_from
+from keepmask.llm import LLM
 from keepmask.outputs import Rollout
 from keepmask.params import SamplingParams
 from keepmask.replay import ratios
@@ -210,8 +212,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Give the engine the weights of this step."""
         if self._synced_step != self.state.global_step:
             started = time.perf_counter()
-            weights = dict(policy_weights(self.accelerator.unwrap_model(self.model)))
-            self.backend.update_weights(weights, version=str(self.state.global_step))
+            model, version = self.accelerator.unwrap_model(self.model), str(self.state.global_step)
+            if isinstance(self.backend, LLM):
+                self.backend.sync(model, version=version)
+            else:
+                self.backend.update_weights(dict(policy_weights(model)), version=version)
             self._synced_step = self.state.global_step
             self._spent("sync", started)
 
