@@ -175,7 +175,7 @@ def test_weights_change_in_mid_generation_and_the_spans_say_where(llm, folder):
 
     before, completion = asyncio.run(run())
     first, second = completion.weight_versions
-    assert (first.start, first.version, second.version, second.end) == (0, "0", "1", 100)
+    assert (first.start, first.version, second.version, second.end) == (0, "default", "1", 100)
     assert before <= first.end == second.start
 
 

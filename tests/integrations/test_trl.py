@@ -9,7 +9,6 @@ import torch
 import trl
 from trl_cases import COMMON, even_ids, policy, trainer
 
-from keepmask.engine.policy_weights import policy_weights
 from keepmask.errors import ConfigError
 from keepmask.integrations.rollout_backends import embedded
 from keepmask.integrations.trl import ReplayGRPOConfig, ReplayGRPOTrainer
