@@ -50,6 +50,13 @@ def test_a_profile_is_followed_where_support_and_others_are_as_it_says():
     assert Result(probe, Observation(status="untestable")).agrees("vllm") is None
 
 
+def test_any_of_tied_ids_follow_sglang_torch_if_their_number_does():
+    probe = BY_NAME["top_k_tie"]
+    for support, follows in [((0, 1), True), ((0, 3), True), ((0,), False), ((0, 1, 2), False), ((1, 2), False)]:
+        assert Result(probe, seen_as(*support)).agrees("sglang-torch") is follows
+        assert Result(probe, seen_as(*support)).agrees("vllm") is (support == (0, 1))
+
+
 def test_verdict_names_the_rows_and_leaves_out_what_could_not_be_asked():
     found = report(
         top_k=seen_as(0, 1), top_k_then_top_p=seen_as(0, 1, 2), greedy=Observation(status="refused", note="no")

@@ -17,27 +17,20 @@ __all__ = ["Answer", "Difference", "Recording", "compare", "load", "send", "stor
 
 _HEX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{16,}")
 _FOLDER = re.compile(r"/[^\s\"']*/site-packages/")
-_SETTINGS = ("/server_info", "/get_server_info")
-"""These tell all settings and the environment; only the names are kept."""
+_SETTINGS = ("/server_info", "/get_server_info", "/model_info", "/get_model_info")
+"""These tell a server's own settings and environment; only that they tell some is kept."""
 _VOLATILE = {
-    *("id", "request_id", "created", "system_fingerprint", "root", "message", "e2e_latency", "seed"),
-    *(
-        "queue_time",
-        "prefill_launch_delay",
-        "prefill_launch_latency",
-        "request_received_ts",
-        "response_sent_to_client_ts",
-    ),
-    *(
-        "decode_throughput",
-        "inference_time",
-        "prefill_finished_ts",
-        "decode_finished_ts",
-        "api_server_dispatch_finish_ts",
-    ),
+    *("id", "request_id", "created", "system_fingerprint", "root", "message", "seed", "weight_version"),
+    *("cached_tokens", "device", "e2e_latency", "queue_time", "prefill_launch_delay", "prefill_launch_latency"),
+    *("request_received_ts", "response_sent_to_client_ts", "decode_throughput", "inference_time"),
+    *("prefill_finished_ts", "decode_finished_ts", "api_server_dispatch_finish_ts"),
+    *("top_logprobs", "prompt_logprobs", "input_token_logprobs", "input_top_logprobs", "output_top_logprobs"),
+    *("sampling_mask", "output_token_sampling_mask", "output_token_sampling_logprobs"),
 }
 """Keys whose values differ from one answer to the next, or with the last bits of the logits: of these only types and
 lengths are compared. Supports are compared on distributions made for it, by `scripts/peers masks`."""
+_PER_CHUNK = {"text", "content", "completion_tokens", "total_tokens", "output_token_logprobs_length", "text_offset"}
+"""Keys whose values hang on how many tokens a chunk of a stream holds."""
 _TOLERANCE = 0.2  # nats: bfloat16 against float32
 
 
@@ -86,7 +79,7 @@ def send(client: httpx.Client, asked: Asked) -> Answer:
     except ValueError:
         return Answer(response.status_code, "text", text[:400])
     if asked.path in _SETTINGS and isinstance(body, dict):
-        body = dict.fromkeys(body, "…")
+        body = {}
     return Answer(response.status_code, "json", body)
 
 
@@ -139,11 +132,11 @@ def compare(peer: Answer, ours: Answer) -> Iterator[Difference]:
     elif peer.kind != ours.kind:
         yield Difference("kind", peer.kind, ours.kind)
     elif peer.kind == "events":
-        if len(peer.body) != len(ours.body):
-            yield Difference("number of events", len(peer.body), len(ours.body))
-        else:
-            for theirs, our in zip(peer.body, ours.body, strict=True):
-                yield from _walk("event", theirs, our)
+        theirs, our = _folded(peer.body), _folded(ours.body)
+        if list(theirs) != list(our):
+            yield Difference("kinds of events", list(theirs), list(our))
+        for key in theirs.keys() & our.keys():
+            yield from _walk("event", theirs[key], our[key], lengths=False)
     elif peer.kind == "json":
         yield from _walk("", peer.body, ours.body)
 
@@ -159,29 +152,69 @@ def _said(answer: Answer) -> Any:
     return body if len(str(body)) <= 200 else f"{str(body)[:200]}…"
 
 
-def _walk(where: str, peer: Any, ours: Any, *, values: bool = True) -> Iterator[Difference]:
-    """values: whether to compare more than types and lengths."""
+def _folded(events: Sequence[Any]) -> dict[str, Any]:
+    """A stream by kinds of events: each completion's chunks, together, then usage and the end.
+
+    Which completion comes first, and how many tokens a chunk holds, are left open by both.
+    """
+    chunks: dict[int, list[Any]] = {}
+    folded: dict[str, Any] = {}
+    for event in events:
+        if isinstance(event, dict) and (event.get("choices") or "output_ids" in event):
+            index = event["choices"][0]["index"] if event.get("choices") else event.get("index", 0)
+            chunks.setdefault(index, []).append(event)
+        else:
+            folded["usage" if isinstance(event, dict) and event.get("choices") == [] else str(event)] = event
+    for index, own in sorted(chunks.items()):
+        folded[f"completion {index}"] = (
+            {**own[0], "choices": [_merged([event["choices"][0] for event in own])]} if "choices" in own[0] else own[-1]
+        )
+        folded[f"text of {index}"] = {"text": "".join(_text(event) for event in own)}
+    return folded
+
+
+def _merged(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the chunks of one completion tell together: of each field the last that is not null."""
+    merged: dict[str, Any] = {}
+    for choice in choices:
+        merged |= {key: value for key, value in choice.items() if value is not None or key not in merged}
+        if isinstance(choice.get("delta"), dict):
+            merged["delta"] = {**choices[0]["delta"], **choice["delta"]}
+    return merged
+
+
+def _text(event: dict[str, Any]) -> str:
+    choice = event["choices"][0] if "choices" in event else {}
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+def _walk(where: str, peer: Any, ours: Any, *, values: bool = True, lengths: bool = True) -> Iterator[Difference]:
+    """values: whether to compare more than types and lengths. lengths: whether to compare those of lists."""
     if isinstance(peer, dict) and isinstance(ours, dict):
-        yield from _walk_fields(where, peer, ours, values=values)
+        yield from _walk_fields(where, peer, ours, values=values, lengths=lengths)
     elif isinstance(peer, list) and isinstance(ours, list):
-        if len(peer) != len(ours):
+        if lengths and len(peer) != len(ours):
             yield Difference(f"{where}[]", peer, ours)
         else:
-            for theirs, our in zip(peer, ours, strict=True):
-                yield from _walk(f"{where}[]", theirs, our, values=values)
+            for theirs, our in zip(peer, ours, strict=False):
+                yield from _walk(f"{where}[]", theirs, our, values=values, lengths=lengths)
     elif _type(peer) != _type(ours) or (values and not _alike(peer, ours)):
         yield Difference(where, peer, ours)
 
 
-def _walk_fields(where: str, peer: dict[str, Any], ours: dict[str, Any], *, values: bool) -> Iterator[Difference]:
-    if not values and all(key.isdigit() for key in (*peer, *ours)):  # ids, of which near ties may be others
+def _walk_fields(
+    where: str, peer: dict[str, Any], ours: dict[str, Any], *, values: bool, lengths: bool
+) -> Iterator[Difference]:
+    ids = not values and all(key.isdigit() for key in (*peer, *ours))
+    if ids or where.endswith("top_logprobs[]"):  # keys are ids or texts, of which near ties may be others
         if len(peer) != len(ours):
             yield Difference(f"{where}[id]", peer, ours)
         peer, ours = ({"[id]": next(iter(side.values()))} if side else {} for side in (peer, ours))
     for key in peer:
         at = f"{where}.{key}" if where else key
         if key in ours:
-            yield from _walk(at, peer[key], ours[key], values=values and key not in _VOLATILE)
+            own = values and key not in _VOLATILE and (lengths or key not in _PER_CHUNK)
+            yield from _walk(at, peer[key], ours[key], values=own, lengths=lengths)
         else:
             yield Difference(at, peer[key], ABSENT)
     for key in ours.keys() - peer.keys():

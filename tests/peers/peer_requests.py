@@ -399,6 +399,10 @@ _SGLANG_SAMPLING: Mapping[str, Sequence[Any]] = {
     "stream_interval": (None, 2),
     "unknown_field": (1,),
 }
+_SGLANG_OPENAI = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "logit_bias"),
+)
 _SGLANG: Mapping[str, Sequence[Any]] = {
     "input_ids": ([5, 6], [[5, 6], [7]], [], None, "x"),
     "rid": ("mine", None, ["mine"]),
@@ -515,6 +519,8 @@ def _sglang() -> Iterator[Asked]:
     for name in ("/pause_generation", "/continue_generation"):
         yield Asked(name, name, {})
     completion = {"model": "tiny", "prompt": _TEXT, "max_tokens": 3, "logit_bias": _BIAS}
+    shared = {name: _OPENAI_SAMPLING[name] for name in _SGLANG_OPENAI}
+    yield from _table("/v1/completions", completion, shared)
     yield Asked("/v1/completions", "/v1/completions", completion)
     yield Asked("/v1/completions stream", "/v1/completions", {**completion, **_STREAM})
     chat = {"model": "tiny", "messages": _MESSAGES, "max_tokens": 3, "logit_bias": _BIAS}

@@ -40,7 +40,7 @@ class Result:
         """Whether the target did what this profile says; None where it was not asked."""
         if self.seen.status in ("refused", "untestable"):
             return None
-        matches = self.seen.support == self.probe.expected(profile)
+        matches = self.probe.allows(profile, self.seen.support)
         return self.seen.status == "tested" and matches and self.seen.num_others == 0
 
 

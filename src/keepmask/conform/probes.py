@@ -75,6 +75,16 @@ class Probe:
         usual, own = supports[profile]
         return usual if own is None else own
 
+    def allows(self, profile: str, support: Support) -> bool:
+        """Whether a target with this support does what the profile says.
+
+        sglang-torch leaves open which of tied ids stay, so their number is compared, by the probabilities of the slots.
+        """
+        expected = self.expected(profile)
+        if profile != "sglang-torch" or support == "all" or expected == "all":
+            return support == expected
+        return sorted(self.wanted[slot] for slot in support) == sorted(self.wanted[slot] for slot in expected)
+
     def params_for(self, ids: Sequence[int]) -> dict[str, Any]:
         """`params` without bad_words, with the id of each slot in its place, and a wide top_k where they have none.
 

@@ -244,7 +244,10 @@ class _Shape:
         asked, prompt = self._asked[number], ticket.order.prompt_token_ids
         if asked.no_tokens:
             mask, logprobs = output.sampling_mask and output.sampling_mask[:0], output.logprobs and []
-            output = replace(output, text="", token_ids=[], logprobs=logprobs, sampling_mask=mask)
+            spans = [span._replace(end=0) for span in output.weight_versions[:1]]
+            output = replace(
+                output, text="", token_ids=[], logprobs=logprobs, sampling_mask=mask, weight_versions=spans
+            )
         output = self._within_budget(output, asked)
         meta: dict[str, Any] = {
             "id": self._names[number],
