@@ -216,6 +216,19 @@ def test_prompt_learning_and_adapters_on_the_head_are_refused(tiny_with_text, tm
         trainer(tiny_with_text, tmp_path, options={"peft_config": lora})
 
 
+def test_multimodal_models_are_refused(tiny_with_text, tmp_path):
+    model, _ = policy(tiny_with_text)
+    model.config.vision_config = {}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: multimodal models are not supported"):
+        trainer(tiny_with_text, tmp_path, model=model)
+
+
+def test_truncated_completions_can_be_left_out(tiny_with_text, tmp_path):
+    run = trainer(tiny_with_text, tmp_path, mask_truncated_completions=True)
+    run.train()
+    assert all(math.isfinite(entry["loss"]) for entry in steps(run))
+
+
 def test_another_version_of_trl_is_refused(tiny_with_text, tmp_path, monkeypatch):
     monkeypatch.setattr(trl, "__version__", "1.14.2")
     with pytest.raises(ConfigError, match=r"trl 1.14.2: .* from 1.15 to before 1.17"):

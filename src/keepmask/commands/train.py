@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # of names that TRL and PEFT still use in transformers
     config = TrainConfig.read(args.config, given(args, TrainConfig))
     if args.dry_run:
         print(json.dumps(describe(config), indent=1, default=str))  # noqa: T201

@@ -108,7 +108,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         _check_version()
         args = ReplayGRPOConfig("replay-grpo") if args is None else args
         _check_options(args, options)
-        _check_model(model, options)
+        _check_adapters(model, options.get("peft_config"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
             super().__init__(model, reward_funcs, args, rollout_func=self._roll_out, **options)
@@ -116,6 +116,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ConfigError("DeepSpeed ZeRO-3 and FSDP 1 are not supported: their weights do not reach the engine")
         self._own_rollout_func = rollout_func
         policy = self.accelerator.unwrap_model(self.model)
+        _check_text_only(policy, self.processing_class)
         self.sampling_params = _sampling_params(args, self.eos_token_ids)
         self.store = MaskStore(int(policy.get_output_embeddings().weight.shape[0]))
         self.backend = rollouts_from(args.rollouts if backend is None else backend, policy, args.rollout_options)
@@ -322,17 +323,20 @@ def _check_options(args: Any, options: dict[str, Any]) -> None:
                 f"{name}: TRL draws the turns after the first itself, without masks; write the dialogue as a "
                 "rollout_func, which draws with trainer.draw and returns env_mask"
             )
-    if isinstance(options.get("processing_class"), ProcessorMixin):
-        raise ConfigError("processing_class: vision-language models are not supported; the engine reads text only")
 
 
-def _check_model(model: Any, options: dict[str, Any]) -> None:
-    configs = [config for config in (options.get("peft_config"), *getattr(model, "peft_config", {}).values()) if config]
+def _check_adapters(model: Any, new: Any) -> None:
+    configs = [config for config in (new, *getattr(model, "peft_config", {}).values()) if config]
     for config in configs:
         if config.is_prompt_learning:
             raise ConfigError(
                 f"{type(config).__name__}: prompt learning puts vectors before the tokens, which the rollout engine "
                 "cannot draw after; use an adapter such as LoRA"
             )
-    if any(hasattr(getattr(model, "config", None), name) for name in ("vision_config", "audio_config")):
+
+
+def _check_text_only(model: Any, processing_class: Any) -> None:
+    if isinstance(processing_class, ProcessorMixin) or any(
+        hasattr(model.config, name) for name in ("vision_config", "audio_config")
+    ):
         raise ConfigError(f"{type(model).__name__}: multimodal models are not supported; the engine reads text only")

@@ -114,7 +114,9 @@ def _tiles(run: Run, other: Run | None) -> str:
     full, replayed = run.points("ratio_full_mean"), run.points("ratio_replayed_mean")
     if full and replayed:
         before, after = (sum(value for _, value in each) / len(each) for each in (full, replayed))
-        big = f'<span class="full">{number(before)}</span><i>→</i><span class="replayed">{number(after)}</span>'
+        big = (
+            f'<span class="full">{number(before, "3")}</span><i>→</i><span class="replayed">{number(after, "3")}</span>'
+        )
         tiles.append(tile("Importance ratio, first pass", big, "full vocabulary → as scored, mean over steps"))
     if differences := run.points("logprob_diff_max"):
         worst = max(value for _, value in differences)

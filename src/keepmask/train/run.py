@@ -116,7 +116,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._task, self._held_out = trainer, task_named(config.task), held_out
         self._every, self._repeats = config.eval_every, config.held_out_completions
         self._stream, self._progress = stream, progress
-        self._prompts = trainer.processing_class([problem.prompt for problem in held_out])["input_ids"]
+        self._prompts = [trainer.processing_class(problem.prompt)["input_ids"] for problem in held_out]
         self._since = time.perf_counter()
         self._num_tokens = 0
         self._measured_at = -1
