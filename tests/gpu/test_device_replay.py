@@ -6,7 +6,7 @@ import torch
 from replay_cases import definition, head_logits, random_tokens, score_rows, support_of, targets_of, transforms_of
 
 from keepmask.replay import logprobs_from_logits
-from keepmask.replay.support import Support
+from keepmask.replay.support import Known, Support
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -88,7 +88,7 @@ def test_every_run_gives_the_same_bits(entropy):
 def test_a_second_pass_over_a_support_does_not_wait_for_the_device(entropy):
     problem = Problem(576, torch.bfloat16, empty=0.0)
     host = support_of(problem.tokens)
-    support = Support(host.ids, host.offsets, host.offsets).to(DEVICE)
+    support = Support(host.ids, host.offsets, Known(host.offsets)).to(DEVICE)
     hidden, weight = problem.leaves(DEVICE)
 
     def run():

@@ -6,13 +6,14 @@ import torch
 from replay_cases import ROUNDOFF, logit_error
 
 from keepmask.head import pairs, pairs_dense
+from keepmask.head.pairs import Pairs
 
 IMPLS = ["gather", "numba"]
 DTYPES = [torch.float32, torch.bfloat16]
 T, V = 40, 70
 
 
-class Pairs:
+class Case:
     """Ragged rows over some of T hidden states: rows without pairs, one pair, and more than any unrolling."""
 
     def __init__(self, size, dtype, seed=0, ids=torch.int32):
@@ -23,12 +24,10 @@ class Pairs:
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         self.index = torch.repeat_interleave(torch.arange(7), counts)
         self.ids = torch.tensor(np.concatenate([rng.choice(V, n, replace=False) for n in counts.tolist()])).to(ids)
+        self.pairs = Pairs(self.rows, self.ids, self.offsets)
         self.hidden = torch.randn(T, size, generator=generator).to(dtype)
         self.weight = torch.randn(V, size, generator=generator).to(dtype)
         self.grad = torch.randn(self.ids.numel(), generator=generator)
-        self.order = torch.argsort(self.ids, stable=True)
-        self.distinct, counts = torch.unique_consecutive(self.ids[self.order].long(), return_counts=True)
-        self.bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
     def logits(self):
         return (self.hidden.double()[self.rows[self.index]] * self.weight.double()[self.ids.long()]).sum(-1)
@@ -56,21 +55,19 @@ def rounded(want, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 16, 33, 576])
 def test_products_are_the_plain_sums(impl, dtype, size):
-    p = Pairs(size, dtype)
-    logits = pairs.pair_logits(p.hidden, p.rows, p.weight, p.ids, p.offsets, p.index, max_pairs=5, impl=impl)
+    p = Case(size, dtype)
+    logits = pairs.pair_logits(p.hidden, p.weight, p.pairs, max_pairs=5, impl=impl)
     assert (logits.double() - p.logits()).abs().max() <= logit_error(size, p.logits().abs().max().item() + 1)
     out = torch.full((T, size), torch.nan, dtype=dtype)  # every row is set
-    pairs.hidden_gradient(out, p.rows, p.grad, p.weight, p.ids, p.offsets, max_pairs=5, impl=impl)
+    pairs.hidden_gradient(out, p.grad, p.weight, p.pairs, max_pairs=5, impl=impl)
     want = p.hidden_gradient()
     assert ((out.double() - want).abs() <= rounded(want, dtype)).all()
     total = torch.ones(V, size, dtype=dtype)
-    pairs.add_weight_gradient(
-        total, p.distinct, p.grad, p.order, p.hidden, p.rows, p.index[p.order], p.bounds, impl=impl
-    )
+    pairs.add_weight_gradient(total, p.grad, p.hidden, p.pairs, impl=impl)
     want = 1 + p.weight_gradient()
     assert ((total.double() - want).abs() <= rounded(want, dtype)).all()
-    sums = pairs.weight_gradient_rows(p.grad, p.order, p.hidden, p.rows, p.index[p.order], p.bounds)
-    want = p.weight_gradient()[p.distinct]
+    sums = pairs.weight_gradient_rows(p.grad, p.hidden, p.pairs)
+    want = p.weight_gradient()[p.pairs.by_id.ids]
     assert ((sums.double() - want).abs() <= rounded(want, torch.float32)).all()
 
 
@@ -78,47 +75,41 @@ def test_products_are_the_plain_sums(impl, dtype, size):
 def test_dense_products_are_the_plain_sums(dtype, monkeypatch):
     monkeypatch.setattr(pairs_dense, "_SLICE_FLOATS", 1)
     monkeypatch.setattr(pairs_dense, "_MIN_SLICE", 11)  # several slices, some without a pair
-    p = Pairs(16, dtype)
-    ids, index = p.ids[p.order].long(), p.index[p.order]
-    logits = pairs_dense.pair_logits(p.hidden, p.rows, p.weight, ids, index)
-    torch.testing.assert_close(logits.double(), p.logits()[p.order], rtol=0, atol=1e-5)
+    p = Case(16, dtype)
+    logits = pairs_dense.pair_logits(p.hidden, p.weight, p.pairs)
+    assert (logits.double() - p.logits()).abs().max() <= logit_error(16, p.logits().abs().max().item())
     out, total = torch.full((T, 16), torch.nan, dtype=dtype), torch.ones(V, 16)
-    pairs_dense.pair_gradients(
-        p.grad[p.order], p.hidden, p.rows, p.weight, ids, index, out_hidden=out, out_weight=total
-    )
+    pairs_dense.pair_gradients(p.grad, p.hidden, p.weight, p.pairs, out_hidden=out, out_weight=total)
     want = p.hidden_gradient()
     assert ((out.double() - want).abs() <= rounded(want, dtype)).all()
-    torch.testing.assert_close(total.double(), 1 + p.weight_gradient(), rtol=0, atol=1e-5)
+    want = 1 + p.weight_gradient()
+    assert ((total.double() - want).abs() <= rounded(want, torch.float32)).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_pairs_at_all_is_zero_everywhere(impl):
     out = torch.full((T, 8), torch.nan)
     none = torch.zeros(0, dtype=torch.int64)
-    weight, offsets = torch.randn(V, 8), torch.zeros(1, dtype=torch.int64)
-    logits = pairs.pair_logits(out, none, weight, none, offsets, none, max_pairs=5, impl=impl)
+    weight, empty = torch.randn(V, 8), Pairs(none, none, torch.zeros(1, dtype=torch.int64))
+    logits = pairs.pair_logits(out, weight, empty, max_pairs=5, impl=impl)
     assert logits.shape == (0,)
-    pairs.hidden_gradient(out, none, torch.zeros(0), weight, none, offsets, max_pairs=5, impl=impl)
+    pairs.hidden_gradient(out, torch.zeros(0), weight, empty, max_pairs=5, impl=impl)
     assert torch.equal(out, torch.zeros(T, 8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_products_do_not_depend_on_the_number_of_threads(dtype):
-    p = Pairs(64, dtype, ids=torch.int64)
-    many = Pairs(64, dtype)
-    many.ids = p.ids.repeat(200)
-    many.rows = torch.arange(7 * 200)
-    many.hidden = p.hidden[p.rows].repeat(200, 1)
-    many.offsets = torch.cat(
-        [p.offsets[:-1] + n * p.ids.numel() for n in range(200)] + [torch.tensor([200 * p.ids.numel()])]
-    )
+    p = Case(64, dtype, ids=torch.int64)
+    hidden, num_pairs = p.hidden[p.rows].repeat(200, 1), p.ids.numel()
+    offsets = [p.offsets[:-1] + n * num_pairs for n in range(200)] + [torch.tensor([200 * num_pairs])]
+    many = Pairs(torch.arange(7 * 200), p.ids.repeat(200), torch.cat(offsets))
     grad = p.grad.repeat(200)
     results = []
     before = torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        out = torch.empty_like(many.hidden)
-        pairs.hidden_gradient(out, many.rows, grad, p.weight, many.ids, many.offsets, max_pairs=1, impl="numba")
+        out = torch.empty_like(hidden)
+        pairs.hidden_gradient(out, grad, p.weight, many, max_pairs=1, impl="numba")
         results.append(out)
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -131,10 +122,8 @@ def test_compiled_products_round_to_bfloat16_as_torch_does():
     )
     n = values.numel()
     out = torch.empty(n, 1, dtype=torch.bfloat16)
-    pairs.hidden_gradient(
-        out, torch.arange(n), values, torch.ones(1, 1), torch.zeros(n, dtype=torch.int32), torch.arange(n + 1),
-        max_pairs=1, impl="numba",
-    )  # fmt: skip
+    some = Pairs(torch.arange(n), torch.zeros(n, dtype=torch.int32), torch.arange(n + 1))
+    pairs.hidden_gradient(out, values, torch.ones(1, 1), some, max_pairs=1, impl="numba")
     torch.testing.assert_close(out[:, 0], values.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 

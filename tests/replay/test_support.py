@@ -22,18 +22,18 @@ def support_of(rows, dtype=torch.int32):
 
 
 def rows_of(support):
+    """Of a `Support` or of `Pairs`."""
     bounds = support.offsets.tolist()
     return [support.ids[low:high].tolist() for low, high in pairwise(bounds)]
 
 
-def assert_ordered_by_id(support):
+def assert_ordered_by_id(pairs):
     """`by_id` lists the pairs by id, then row, with the bounds of each id."""
-    rows = rows_of(support)
-    pairs = sorted((i, t) for t, row in enumerate(rows) for i in row)
-    by_id = support.by_id
-    assert list(zip(support.ids[by_id.order].tolist(), by_id.rows.tolist(), strict=True)) == pairs
-    assert by_id.ids.tolist() == sorted({i for i, _ in pairs})
-    assert by_id.offsets.diff().tolist() == [sum(i == j for j, _ in pairs) for i in by_id.ids.tolist()]
+    flat = sorted((i, t) for t, row in enumerate(rows_of(pairs)) for i in row)
+    by_id = pairs.by_id
+    assert list(zip(pairs.ids[by_id.order].tolist(), by_id.rows.tolist(), strict=True)) == flat
+    assert by_id.ids.tolist() == sorted({i for i, _ in flat})
+    assert by_id.offsets.diff().tolist() == [sum(i == j for j, _ in flat) for i in by_id.ids.tolist()]
 
 
 @given(ROWS, st.sampled_from([torch.int32, torch.int64]))
@@ -44,7 +44,7 @@ def test_views_say_what_the_rows_say(rows, dtype):
     assert support.counts.tolist() == [len(row) for row in rows]
     assert support.row_index.tolist() == [t for t, row in enumerate(rows) for _ in row]
     assert support.has_empty_rows == any(not row for row in rows)
-    assert_ordered_by_id(support)
+    assert_ordered_by_id(support.pairs)
     targets = torch.tensor([[*row, 31][t % (len(row) + 1)] for t, row in enumerate(rows)], dtype=torch.int64)
     for position, target, row in zip(support.target_positions(targets).tolist(), targets.tolist(), rows, strict=True):
         assert (position == -1) == (target not in row)
@@ -70,23 +70,23 @@ def test_active_rows_hold_more_than_one_id(rows, sort_first, data):
     support = support_of(rows)
     among = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))), dtype=torch.bool)
     if sort_first:
-        support.by_id  # noqa: B018 - then the order of the active rows is filtered out of it
+        support.pairs.by_id  # noqa: B018 - then the order of the active rows is filtered out of it
     for mask in (None, among):
         wanted = [t for t, row in enumerate(rows) if len(row) > 1 and (mask is None or mask[t])]
         active = support.active(mask)
-        assert active.rows.tolist() == wanted
-        assert rows_of(active.support) == [rows[t] for t in wanted]
-        assert support.ids[active.pairs].tolist() == active.support.ids.tolist()
-        assert support.row_index[active.pairs].tolist() == active.rows[active.support.row_index].tolist()
-        assert_ordered_by_id(active.support)
+        assert active.pairs.rows.tolist() == wanted
+        assert rows_of(active.pairs) == [rows[t] for t in wanted]
+        assert support.ids[active.numbers].tolist() == active.pairs.ids.tolist()
+        assert support.row_index[active.numbers].tolist() == active.pairs.rows[active.pairs.index].tolist()
+        assert_ordered_by_id(active.pairs)
 
 
 @given(ROWS, st.integers(1, 4), st.integers(0, 3))
-def test_restricted_rows_keep_the_ids_of_the_range(rows, step, start):
-    support, ids = support_of(rows), range(start, 25, step)
-    part, pairs = support.restrict(ids)
-    assert rows_of(part) == [[i for i in row if i in ids] for row in rows]
-    assert support.ids[pairs].tolist() == part.ids.tolist()
+def test_restricted_pairs_are_those_of_the_range_by_their_place_in_it(rows, step, start):
+    pairs, ids = support_of(rows).pairs, range(start, 25, step)
+    part, numbers = pairs.restrict(ids)
+    assert [[ids[place] for place in row] for row in rows_of(part)] == [[i for i in row if i in ids] for row in rows]
+    assert pairs.ids[numbers].tolist() == [ids[place] for place in part.ids.tolist()]
 
 
 def test_active_rows_are_found_once_until_the_mask_changes():
@@ -94,7 +94,7 @@ def test_active_rows_are_found_once_until_the_mask_changes():
     first = support.active(among)
     assert support.active(among) is first
     among[1] = True
-    assert support.active(among).rows.tolist() == [0, 1]
+    assert support.active(among).pairs.rows.tolist() == [0, 1]
 
 
 def test_what_was_made_for_equal_values_is_remembered():
@@ -170,8 +170,8 @@ def test_sizes_are_known_without_asking_the_device():
     assert not support.has_repeats
     assert support.id_bounds == (2, 7)
     assert support.row_index.shape == (3,)
-    assert support.active().rows.shape == (1,)
-    assert support.active().support.ids.shape == (2,)
+    assert support.active().pairs.rows.shape == (1,)
+    assert support.active().pairs.ids.shape == (2,)
     assert support.select(torch.tensor([2, 0])).ids.shape == (3,)
 
 

@@ -10,7 +10,6 @@ from replay_cases import PARAMS, Token, random_tokens, score_rows, support_of, t
 import oracle
 from keepmask import MaskError
 from keepmask.replay.history import LogitBias, TokenHistory
-from keepmask.replay.support import Support
 from keepmask.replay.transforms import PairTransforms, TokenTransforms
 
 V = 40
@@ -30,7 +29,7 @@ def test_transforms_at_the_pairs_equal_those_of_whole_rows(seed, num_tokens):
     tokens = random_tokens(np.random.default_rng(seed), num_tokens=num_tokens, vocab_size=V)
     logits, support, transforms = logits_for(tokens, seed), support_of(tokens), transforms_of(tokens)
     want = whole_rows(tokens, logits)
-    at_pairs = transforms.at(support).apply(logits[support.row_index, support.ids.long()])
+    at_pairs = transforms.at(support.row_index, support.ids).apply(logits[support.row_index, support.ids.long()])
     np.testing.assert_allclose(at_pairs, want[support.row_index, support.ids.long()], rtol=0, atol=1e-5)
     np.testing.assert_allclose(transforms.dense(range(V)).apply(logits), want, rtol=0, atol=1e-5)
     for ids in (range(3, 17), range(1, V, 3)):
@@ -41,7 +40,7 @@ def test_transforms_at_the_pairs_equal_those_of_whole_rows(seed, num_tokens):
 def test_slope_is_the_derivative(seed):
     tokens = random_tokens(np.random.default_rng(seed), num_tokens=8, vocab_size=V, empty=0.0)
     support = support_of(tokens)
-    transforms = transforms_of(tokens).at(support)
+    transforms = transforms_of(tokens).at(support.row_index, support.ids)
     logits = logits_for(tokens, seed)[support.row_index, support.ids.long()].requires_grad_()
     (slope,) = torch.autograd.grad(transforms.apply(logits).sum(), logits)
     torch.testing.assert_close(transforms.slope(logits.detach()).double(), slope, rtol=1e-6, atol=0)
@@ -86,15 +85,15 @@ def test_selected_and_concatenated_transforms_are_those_of_the_tokens(seed, size
     tokens = [token for part in parts for token in part]
     support, logits = support_of(tokens), logits_for(tokens, seed)
     values = logits[support.row_index, support.ids.long()]
-    want = transforms_of(tokens).at(support).apply(values)
+    want = transforms_of(tokens).at(support.row_index, support.ids).apply(values)
     together = TokenTransforms.cat([transforms_of(part) for part in parts])
-    assert torch.equal(together.at(support).apply(values), want)
+    assert torch.equal(together.at(support.row_index, support.ids).apply(values), want)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(tokens) - 1), max_size=8)) if tokens else [])
     chosen = support.select(rows.long())
     some = [tokens[t] for t in rows.tolist()]
     values = logits[rows.long()][chosen.row_index, chosen.ids.long()]
-    want = transforms_of(some).at(chosen).apply(values)
-    assert torch.equal(together.select(rows.long()).at(chosen).apply(values), want)
+    want = transforms_of(some).at(chosen.row_index, chosen.ids).apply(values)
+    assert torch.equal(together.select(rows.long()).at(chosen.row_index, chosen.ids).apply(values), want)
 
 
 def test_concatenation_fills_in_what_changes_nothing():
@@ -103,7 +102,7 @@ def test_concatenation_fills_in_what_changes_nothing():
     together = TokenTransforms.cat([plain, cool, penalised])
     assert together.num_tokens == 4
     assert together.temperature.tolist() == [1.0, 1.0, 0.5, 1.0]
-    z = together.at(Support(torch.tensor([1, 1, 1, 1]), torch.arange(5))).apply(torch.ones(4))
+    z = together.at(torch.arange(4), torch.tensor([1, 1, 1, 1])).apply(torch.ones(4))
     assert z.tolist() == [1.0, 1.0, 2.0, 1.0 + 2.0 - 2.0]
     assert TokenTransforms.cat([plain, plain]).history is None
 
@@ -142,7 +141,7 @@ def test_transforms_changed_in_place_are_replayed_as_they_are_now(change):
 
 def test_nothing_to_replay_leaves_logits_alone():
     logits = torch.randn(3)
-    transforms = TokenTransforms(num_tokens=2).at(Support(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])))
+    transforms = TokenTransforms(num_tokens=2).at(torch.tensor([0, 1, 1]), torch.tensor([1, 2, 3]))
     assert transforms.apply(logits) is logits
     assert transforms.slope(logits) is None
     assert PairTransforms().apply(logits) is logits

@@ -145,7 +145,7 @@ def penalties(num_tokens: int = 7000, vocab_size: int = 49152, num_sequences: in
                 starts=torch.full((num_tokens,), 20),
             ),
         )
-        return transforms.at(support).apply(logits)
+        return transforms.at(support.row_index, support.ids).apply(logits)
 
     _ = support.row_index
     times = quantiles(in_turn({"": run}, seconds=SECONDS)[""])

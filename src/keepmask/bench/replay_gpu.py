@@ -73,7 +73,7 @@ class Case:
     def dense_chunks(self, chunk: int = 4096) -> None:
         """Three products per chunk of tokens in bfloat16, of which the first keeps the support's logits only."""
         hidden, weight = self.hidden.detach(), self.weight.detach()
-        rows, ids, bounds = self.support.row_index, self.support.ids.long(), self.support.host_offsets.tolist()
+        rows, ids, bounds = self.support.row_index, self.support.ids.long(), self.support.offsets.tolist()
         for start in range(0, len(hidden), chunk):
             part = hidden[start : start + chunk]
             low, high = bounds[start], bounds[start + len(part)]
@@ -86,13 +86,12 @@ class Case:
 
     def rows(self) -> Row:
         pairs, (T, E), V = self.support.num_pairs, self.hidden.shape, self.weight.shape[0]
-        active = self.support.active()
-        support, rows = active.support, active.rows
-        by_id = support.by_id
-        positions = support.target_positions(self.targets[rows])
+        active = self.support.active().pairs
+        _ = active.by_id
+        positions = active.positions(self.targets[active.rows])
         hidden, weight = self.hidden.detach(), self.weight.detach()
-        grad, out = torch.randn(support.num_pairs, device="cuda"), torch.empty_like(hidden)
-        head = (hidden, rows, weight, None, support.ids, support.offsets, positions, HeadForm(), PairTransforms())
+        grad, out = torch.randn(active.num_pairs, device="cuda"), torch.empty_like(hidden)
+        head = (hidden, weight, None, active, positions, HeadForm(), PairTransforms())
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -101,16 +100,12 @@ class Case:
         kernels = {
             "forward_ms": lambda: pairs_triton.score_rows(*head, jacobian=False),
             "forward_with_derivative_ms": lambda: pairs_triton.score_rows(*head, jacobian=True),
-            "hidden_gradient_ms": lambda: pairs_triton.hidden_gradient(
-                out, rows, grad, weight, support.ids, support.offsets
-            ),
-            "weight_gradient_ms": lambda: pairs_triton.add_weight_gradient(
-                self.weight.main_grad, by_id.ids, grad, by_id.order, hidden, rows, by_id.rows, by_id.offsets
-            ),
+            "hidden_gradient_ms": lambda: pairs_triton.hidden_gradient(out, grad, weight, active),
+            "weight_gradient_ms": lambda: pairs_triton.add_weight_gradient(self.weight.main_grad, grad, hidden, active),
         }
         times = {name: milliseconds(run) for name, run in kernels.items()}
         total = milliseconds(self.step)
-        gigabytes = support.num_pairs * E * 2 / 1e9
+        gigabytes = active.num_pairs * E * 2 / 1e9
         return {
             "op": f"replay K {self.kind}",
             "shape": [T, E, V],

@@ -22,7 +22,7 @@ from keepmask.forward.decoder import Decoder
 from keepmask.forward.forward_batch import ChunkT, ForwardBatch
 from keepmask.forward.linear import Linear, compile_linears, linear_layer
 from keepmask.head.form import HeadForm
-from keepmask.head.pairs import numba_can_read, pair_logits
+from keepmask.head.pairs import Impl, Pairs, numba_can_read, pair_logits
 
 __all__ = ["LMHead", "ModelRunner"]
 
@@ -62,19 +62,9 @@ class LMHead:
             return self.logits[rows.repeat_interleave(offsets.diff()), ids]
         states = self._hidden.contiguous()
         compiled = numba_can_read(states, self._weight)
-        index = (
-            offsets if compiled else torch.arange(rows.numel(), device=rows.device).repeat_interleave(offsets.diff())
-        )
-        exact = pair_logits(
-            states,
-            rows,
-            self._weight,
-            ids,
-            offsets,
-            index,
-            max_pairs=_MAX_PAIRS,
-            impl="numba" if compiled else "gather",
-        )
+        pairs = Pairs(rows, ids, offsets)
+        impl: Impl = "numba" if compiled else "gather"
+        exact = pair_logits(states, self._weight, pairs, max_pairs=_MAX_PAIRS, impl=impl)
         return self._form.apply(exact if self._bias is None else exact + self._bias[ids].float())
 
     def float32(self, rows: Tensor) -> Tensor:

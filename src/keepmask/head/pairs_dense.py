@@ -2,9 +2,7 @@
 
 Three products over the whole vocabulary, in slices of it: only the logits of the pairs are kept from the first, and
 the other two start from a slice of logit gradients that is zero outside the pairs. The memory is that of one slice,
-A x `slice_floats` / A logits and the head rows of it, converted.
-
-Pairs come ordered by id: pair m joins hidden state `rows[index[m]]` and head row `ids[m]`, ids ascending.
+its logits and the head rows of it, converted.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from keepmask.head.pairs import wide
+from keepmask.head.pairs import Pairs, wide
 
 __all__ = ["pair_gradients", "pair_logits", "products"]
 
@@ -34,48 +32,37 @@ def products(states: Tensor, head_rows: Tensor) -> Tensor:
     return result
 
 
-def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, index: Tensor) -> Tensor:
-    """Equals `(hidden[rows[index]] * weight[ids]).sum(-1)`; [M], in the order given.
-
-    hidden: [T, E]. rows: [A] int64. weight: [V, E]. ids, index: [M] int64.
-    """
-    states = hidden[rows].to(wide(hidden.dtype))
-    result = states.new_empty(ids.numel())
-    for start, stop, pairs in _slices(weight.shape[0], ids, rows.numel()):
-        logits = products(states, weight[start:stop].to(states.dtype))
-        result[pairs] = logits[index[pairs], ids[pairs] - start]
+def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+    """Equals `(hidden[pairs.rows[pairs.index]] * weight[pairs.ids]).sum(-1)`; [M]. hidden: [T, E]. weight: [V, E]."""
+    states = hidden[pairs.rows].to(wide(hidden.dtype))
+    result = states.new_empty(pairs.num_pairs)
+    for block, numbers, index, columns in _slices(weight.shape[0], pairs):
+        logits = products(states, weight[block].to(states.dtype))
+        result[numbers] = logits[index, columns]
     return result
 
 
 def pair_gradients(
-    grad: Tensor,
-    hidden: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    index: Tensor,
-    *,
-    out_hidden: Tensor | None,
-    out_weight: Tensor | None,
+    grad: Tensor, hidden: Tensor, weight: Tensor, pairs: Pairs, *, out_hidden: Tensor | None, out_weight: Tensor | None
 ) -> None:
     """Equals, for logit gradients G [A, V] that are `grad` at the pairs and zero elsewhere,
     `out_hidden.zero_(); out_hidden[rows] = G @ weight; out_weight += G.T @ hidden[rows]`.
 
     grad: [M]. out_hidden: [T, E]. out_weight: [V, E]. The rest as in `pair_logits`.
     """
-    states = hidden[rows].to(grad.dtype)
+    states = hidden[pairs.rows].to(grad.dtype)
     for_hidden = None if out_hidden is None else torch.zeros_like(states)
-    for start, stop, pairs in _slices(weight.shape[0], ids, rows.numel()):
-        logits_grad = states.new_zeros(rows.numel(), stop - start)
-        logits_grad[index[pairs], ids[pairs] - start] = grad[pairs]
+    for block, numbers, index, columns in _slices(weight.shape[0], pairs):
+        logits_grad = states.new_zeros(pairs.num_rows, block.stop - block.start)
+        logits_grad[index, columns] = grad[numbers]
         if for_hidden is not None:
-            for_hidden.addmm_(logits_grad, _used_rows(weight[start:stop].to(grad.dtype), ids[pairs] - start))
+            for_hidden.addmm_(logits_grad, _used_rows(weight[block].to(grad.dtype), columns))
         if out_weight is not None:
             rows_grad = logits_grad.T @ states
-            out_weight[start:stop] = (out_weight[start:stop] + rows_grad).to(out_weight.dtype)  # rounded once
+            out_weight[block] = (out_weight[block] + rows_grad).to(out_weight.dtype)  # rounded once
     if out_hidden is not None and for_hidden is not None:
         out_hidden.zero_()
-        out_hidden[rows] = for_hidden.to(out_hidden.dtype)
+        out_hidden[pairs.rows] = for_hidden.to(out_hidden.dtype)
 
 
 def _used_rows(head_rows: Tensor, used: Tensor) -> Tensor:
@@ -87,10 +74,13 @@ def _used_rows(head_rows: Tensor, used: Tensor) -> Tensor:
     return clean
 
 
-def _slices(vocab_size: int, ids: Tensor, num_rows: int) -> Iterator[tuple[int, int, slice]]:
-    """Slices of the vocabulary and the pairs of each."""
-    width = max(_MIN_SLICE, _SLICE_FLOATS // max(1, num_rows))
+def _slices(vocab_size: int, pairs: Pairs) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Slices of the vocabulary, and of the pairs in each: their numbers, rows and columns within the slice."""
+    order, index, _, _ = pairs.by_id
+    ids = pairs.ids[order].long()
+    width = max(_MIN_SLICE, _SLICE_FLOATS // max(1, pairs.num_rows))
     starts = torch.arange(0, vocab_size, width)
     bounds = [*torch.searchsorted(ids, starts.to(ids)).tolist(), ids.numel()]
     for number, start in enumerate(starts.tolist()):
-        yield start, min(start + width, vocab_size), slice(bounds[number], bounds[number + 1])
+        some = slice(bounds[number], bounds[number + 1])
+        yield slice(start, min(start + width, vocab_size)), order[some], index[some], ids[some] - start

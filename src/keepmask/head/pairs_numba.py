@@ -15,6 +15,7 @@ from torch import Tensor
 from keepmask.compiled.jit import jit_reassociated
 from keepmask.compiled.numerics import array, exp, narrow, widen
 from keepmask.compiled.team_rows import on_team, run_pairs
+from keepmask.head.pairs import Pairs
 
 __all__ = ["add_weight_gradient", "hidden_gradient", "member_logprobs", "pair_gradient", "pair_logits", "row_stats"]
 
@@ -22,30 +23,29 @@ _LEAST_PRODUCTS = 512  # pairs worth a thread: a row of the head each
 _LEAST_NUMBERS = 16384  # pairs worth a thread: a few numbers each
 
 
-def pair_logits(hidden: Tensor, rows: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
     """`pairs.pair_logits`."""
-    out = torch.empty(ids.numel(), dtype=torch.float32)
-    arrays = (array(hidden), rows.numpy(), array(weight), ids.numpy(), out.numpy())
-    run_pairs(_pair_logits, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    out = torch.empty(pairs.num_pairs, dtype=torch.float32)
+    arrays = (array(hidden), pairs.rows.numpy(), array(weight), pairs.ids.numpy(), out.numpy())
+    run_pairs(_pair_logits, arrays, offsets=pairs.offsets, least=_LEAST_PRODUCTS)
     return out
 
 
-def hidden_gradient(out: Tensor, rows: Tensor, grad: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor) -> None:
+def hidden_gradient(out: Tensor, grad: Tensor, weight: Tensor, pairs: Pairs) -> None:
     """`pairs.hidden_gradient`."""
-    if not rows.numel():
+    if not pairs.num_rows:
         out.zero_()
         return
-    arrays = (array(out), rows.numpy(), grad.numpy(), array(weight), ids.numpy())
-    run_pairs(_set_rows, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
+    arrays = (array(out), pairs.rows.numpy(), grad.numpy(), array(weight), pairs.ids.numpy())
+    run_pairs(_set_rows, arrays, offsets=pairs.offsets, least=_LEAST_PRODUCTS)
 
 
-def add_weight_gradient(
-    out: Tensor, ids: Tensor, grad: Tensor, order: Tensor, hidden: Tensor, rows: Tensor, index: Tensor, offsets: Tensor
-) -> None:
+def add_weight_gradient(out: Tensor, grad: Tensor, hidden: Tensor, pairs: Pairs) -> None:
     """`pairs.add_weight_gradient`."""
     kernel = _add_rows_in_place if out.dtype == torch.float32 else _add_rows
+    order, index, ids, offsets = pairs.by_id
     tensors = (ids, grad, order)
-    arrays = (array(out), *(t.numpy() for t in tensors), array(hidden), rows.numpy(), index.numpy())
+    arrays = (array(out), *(t.numpy() for t in tensors), array(hidden), pairs.rows.numpy(), index.numpy())
     run_pairs(kernel, arrays, offsets=offsets, least=_LEAST_PRODUCTS)
 
 

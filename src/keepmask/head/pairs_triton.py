@@ -1,4 +1,4 @@
-"""The operations of `pairs` and `pair_scores` in Triton, for GPUs.
+"""The operations of `pairs`, and scores of whole rows, in Triton, for GPUs.
 
 `score_rows` reads each head row of a token's support once: while it is in registers, its logit updates an online
 softmax (Milakov and Gimelshein 2018) and the row itself a running sum of p_j * dz_j/dlogit_j * w_j, which at the end
@@ -12,7 +12,7 @@ All arithmetic is float32. Under `TRITON_INTERPRET=1`, set before Triton is firs
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keepmask.head.form import HeadForm, PairTransforms
+from keepmask.head.pairs import Pairs
 
 __all__ = ["add_weight_gradient", "hidden_gradient", "scale_rows", "score_rows"]
 
@@ -30,53 +31,77 @@ def _jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+class _Table(NamedTuple):
+    """A matrix of whole rows."""
+
+    data: Any
+    stride: Any
+    """Between rows."""
+
+
+class _Rows(NamedTuple):
+    """The CSR rows of pairs, on the device."""
+
+    places: Any
+    """[A] int64: where each row stands in a table."""
+    offsets: Any
+    """[A+1] int64."""
+    schedule: Any
+    """[A] int64: rows in the order in which to start them, the longest first."""
+
+
+class _Out(NamedTuple):
+    logits: Any
+    """[M] float32."""
+    stats: Any
+    """[4, A] float32: peak, total, weighted, target."""
+    derivative: Any
+    """[A, E], or None."""
+    num_rows: Any
+
+
+class _Shape(NamedTuple):
+    SIZE: int
+    """E."""
+    WIDTH: int
+    """Of a program's part of a row, a power of two."""
+    STEP: int
+    """Rows read at a time."""
+
+
 def score_rows(
     hidden: Tensor,
-    rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    ids: Tensor,
-    offsets: Tensor,
+    pairs: Pairs,
     positions: Tensor,
     form: HeadForm,
     transforms: PairTransforms,
     *,
     jacobian: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
-    """`pair_scores.score_pairs`: logits, statistics, derivative."""
-    num_rows, size = rows.numel(), hidden.shape[1]
-    logits = torch.empty(ids.numel(), dtype=torch.float32, device=hidden.device)
+    """Logits [M], `row_stats` of the transformed ones, and the derivative [A, E], in the type of the hidden states, of
+    the targets' log-probabilities by them where `jacobian` asks for it.
+
+    hidden: [T, E]. weight: [V, E]. bias: [V]. positions: [A], the pairs of the targets, -1 where there is none.
+    transforms: [M] each.
+    """
+    num_rows, size = pairs.num_rows, hidden.shape[1]
+    logits = torch.empty(pairs.num_pairs, dtype=torch.float32, device=hidden.device)
     stats = torch.empty(4, num_rows, dtype=torch.float32, device=hidden.device)
     derivative = hidden.new_empty(num_rows, size) if jacobian else None
     if num_rows:
         width = triton.next_power_of_2(size)
-        per_pair = {
-            "pair_bias": transforms.bias,
-            "repetition": transforms.repetition,
-            "subtract": transforms.subtract,
-            "temperature": transforms.temperature,
-        }
+        per_pair = (transforms.bias, transforms.repetition, transforms.subtract, transforms.temperature)
         _score_row[(num_rows,)](
-            hidden,
-            hidden.stride(0),
-            rows,
-            weight,
-            weight.stride(0),
-            bias,
-            ids,
-            offsets,
-            positions,
-            torch.argsort(offsets.diff(), descending=True),
-            *(None if tensor is None else tensor.float().contiguous() for tensor in per_pair.values()),
-            logits,
-            stats,
-            derivative,
-            num_rows,
-            form.softcap or 0.0,
-            form.scale,
-            SIZE=size,
-            WIDTH=width,
-            STEP=max(2, min(16, _TILE // width)),
+            _table(hidden),
+            (*_table(weight), bias),
+            _rows(pairs.rows, pairs.offsets),
+            (pairs.ids, positions),
+            tuple(None if tensor is None else tensor.float().contiguous() for tensor in per_pair),
+            _Out(logits, stats, derivative, num_rows),
+            (form.softcap or 0.0, form.scale),
+            SHAPE=_Shape(size, width, max(2, min(16, _TILE // width))),
             ROUND=form.rounding is not None,
             CAP=form.softcap is not None,
             num_warps=8 if width >= 2048 else 4,
@@ -85,11 +110,11 @@ def score_rows(
     return logits, (peak, total.double(), weighted.double(), target), derivative
 
 
-def hidden_gradient(out: Tensor, rows: Tensor, grad: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor) -> None:
+def hidden_gradient(out: Tensor, grad: Tensor, weight: Tensor, pairs: Pairs) -> None:
     """`pairs.hidden_gradient`."""
-    if rows.numel() < out.shape[0]:
+    if pairs.num_rows < out.shape[0]:
         out.zero_()
-    _sum_rows(out, rows, offsets, grad, None, weight, ids, None, add=False, width=2048)
+    _sum_rows(out, pairs.rows, pairs.offsets, (grad, None), (weight, pairs.ids, None), add=False, width=2048)
 
 
 def scale_rows(out: Tensor, rows: Tensor, factors: Tensor, derivative: Tensor) -> None:
@@ -102,50 +127,50 @@ def scale_rows(out: Tensor, rows: Tensor, factors: Tensor, derivative: Tensor) -
         _scale_row[grid](out, out.stride(0), rows, factors, derivative, out.shape[1], WIDTH=width, num_warps=4)
 
 
-def add_weight_gradient(
-    out: Tensor, ids: Tensor, grad: Tensor, order: Tensor, hidden: Tensor, rows: Tensor, index: Tensor, offsets: Tensor
-) -> None:
+def add_weight_gradient(out: Tensor, grad: Tensor, hidden: Tensor, pairs: Pairs) -> None:
     """`pairs.add_weight_gradient`."""
+    order, index, ids, offsets = pairs.by_id
     # The most frequent ids have a pair in most rows: narrow programs, so that many share such a sum.
-    _sum_rows(out, ids, offsets, grad, order, hidden, rows, index, add=True, width=256)
+    _sum_rows(out, ids, offsets, (grad, order), (hidden, pairs.rows, index), add=True, width=256)
 
 
 def _sum_rows(
     out: Tensor,
     places: Tensor,
     offsets: Tensor,
-    grad: Tensor,
-    order: Tensor | None,
-    table: Tensor,
-    rows: Tensor,
-    index: Tensor | None,
+    factors: tuple[Tensor, Tensor | None],
+    terms: tuple[Tensor, Tensor, Tensor | None],
     *,
     add: bool,
     width: int,
 ) -> None:
-    """Sets out[places[a]] to, or adds to it, the sum of grad[order[m]] * table[rows[index[m]]] over the pairs of a."""
+    """Sets out[places[a]] to, or adds to it, the sum of grad[order[m]] * table[rows[index[m]]] over the pairs of a.
+
+    factors: grad and order. terms: table, rows and index. order and index None are m itself.
+    """
     if not places.numel():
         return
     size = out.shape[1]
     width = min(width, triton.next_power_of_2(size))
+    table, *lookup = terms
     _sum_row[(places.numel(), triton.cdiv(size, width))](
-        out,
-        out.stride(0),
-        places,
-        torch.argsort(offsets.diff(), descending=True),
-        offsets,
-        grad,
-        order,
-        table,
-        table.stride(0),
-        rows,
-        index,
-        SIZE=size,
-        WIDTH=width,
-        STEP=max(2, min(32, _TILE // width)),
+        _table(out),
+        _rows(places, offsets),
+        factors,
+        _table(table),
+        tuple(lookup),
+        SHAPE=_Shape(size, width, max(2, min(32, _TILE // width))),
         ADD=add,
         num_warps=4,
     )
+
+
+def _table(tensor: Tensor) -> _Table:
+    return _Table(tensor, tensor.stride(0))
+
+
+def _rows(places: Tensor, offsets: Tensor) -> _Rows:
+    return _Rows(places, offsets, torch.argsort(offsets.diff(), descending=True))
 
 
 @_jit
@@ -163,76 +188,77 @@ def _stored(x: tl.tensor, pointer: tl.tensor) -> tl.tensor:
 
 
 @_jit
+def _logit(x: tl.tensor, form: tl.tuple, ROUND: tl.constexpr, CAP: tl.constexpr) -> tl.tuple:
+    """`HeadForm.apply` of products, and its derivative. form: softcap and scale."""
+    if ROUND:
+        x = _nearest_bfloat16(x)
+    x *= form[1]
+    slope = tl.zeros_like(x) + form[1]
+    if CAP:
+        # tanh x = 1 - 2 / (exp(2 x) + 1)
+        capped = 1.0 - 2.0 / (tl.exp(2.0 * x / form[0]) + 1.0)
+        slope *= 1.0 - capped * capped
+        x = form[0] * capped
+    return x, slope
+
+
+@_jit
+def _transformed(z: tl.tensor, slope: tl.tensor, transforms: tl.tuple, m: tl.tensor, live: tl.tensor) -> tl.tuple:
+    """`PairTransforms.apply` of the logits of pairs m, and `slope` times its derivative.
+
+    transforms: pointers to bias, repetition, subtract and temperature, [M] float32 or None each.
+    """
+    if transforms[0] is not None:
+        z += tl.load(transforms[0] + m, mask=live, other=0.0)
+    if transforms[1] is not None:
+        penalty = tl.load(transforms[1] + m, mask=live, other=1.0)
+        slope = tl.where(z > 0, slope / penalty, slope * penalty)
+        z = tl.where(z > 0, z / penalty, z * penalty)
+    if transforms[2] is not None:
+        z -= tl.load(transforms[2] + m, mask=live, other=0.0)
+    if transforms[3] is not None:
+        temperature = tl.load(transforms[3] + m, mask=live, other=1.0)
+        z /= temperature
+        slope /= temperature
+    return z, slope
+
+
+@_jit
 def _score_row(
-    hidden_ptr: tl.tensor,  # [T, E], rows hidden_stride apart
-    hidden_stride: tl.tensor,
-    rows_ptr: tl.tensor,  # [A] int64
-    weight_ptr: tl.tensor,  # [V, E], rows weight_stride apart
-    weight_stride: tl.tensor,
-    bias_ptr: tl.tensor,  # [V] or None
-    ids_ptr: tl.tensor,  # [M] int
-    offsets_ptr: tl.tensor,  # [A+1] int64
-    positions_ptr: tl.tensor,  # [A] int64
-    schedule_ptr: tl.tensor,  # [A] int64, rows in the order in which to start them
-    pair_bias_ptr: tl.tensor,  # [M] float32 or None, as the three below
-    repetition_ptr: tl.tensor,
-    subtract_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    logits_ptr: tl.tensor,  # [M] float32, out
-    stats_ptr: tl.tensor,  # [4, A] float32, out: peak, total, weighted, target
-    derivative_ptr: tl.tensor,  # [A, E], out, or None
-    num_rows: tl.tensor,
-    softcap: tl.tensor,
-    scale: tl.tensor,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
+    hidden: tl.tuple,  # a _Table
+    head: tl.tuple,  # weight and stride, as in a _Table, and the bias, [V] or None
+    rows: tl.tuple,  # _Rows in `hidden`
+    pairs: tl.tuple,  # ids, [M] int, and positions, [A] int64
+    transforms: tl.tuple,
+    out: tl.tuple,  # an _Out
+    form: tl.tuple,
+    SHAPE: tl.constexpr,
     ROUND: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
-    a = tl.load(schedule_ptr + tl.program_id(0))
-    start, end = tl.load(offsets_ptr + a), tl.load(offsets_ptr + a + 1)
-    position = tl.load(positions_ptr + a)
-    e = tl.arange(0, WIDTH)
-    h = tl.load(hidden_ptr + tl.load(rows_ptr + a) * hidden_stride + e, mask=e < SIZE, other=0.0).to(tl.float32)
+    a = tl.load(rows.schedule + tl.program_id(0))
+    start, end = tl.load(rows.offsets + a), tl.load(rows.offsets + a + 1)
+    position = tl.load(pairs[1] + a)
+    e = tl.arange(0, SHAPE.WIDTH)
+    inside_row = e < SHAPE.SIZE
+    place = tl.load(rows.places + a)
+    h = tl.load(hidden.data + place * hidden.stride + e, mask=inside_row, other=0.0).to(tl.float32)
     peak = tl.full([], -1e30, tl.float32)  # finite: -inf - (-inf) must not be formed
-    total = tl.zeros([], tl.float32)
-    weighted = tl.zeros([], tl.float32)
-    target = tl.zeros([], tl.float32)
-    target_slope = tl.zeros([], tl.float32)
-    mean = tl.zeros([WIDTH], tl.float32)  # sum of exp(z - peak) * dz/dlogit * w
-    for first in range(start, end, STEP):
-        m = first + tl.arange(0, STEP)
+    total, weighted = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    target, target_slope = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    mean = tl.zeros([SHAPE.WIDTH], tl.float32)  # sum of exp(z - peak) * dz/dlogit * w
+    for first in range(start, end, SHAPE.STEP):
+        m = first + tl.arange(0, SHAPE.STEP)
         live = m < end
-        ids = tl.load(ids_ptr + m, mask=live, other=0).to(tl.int64)
-        inside = live[:, None] & (e < SIZE)[None, :]
-        w = tl.load(weight_ptr + ids[:, None] * weight_stride + e[None, :], mask=inside, other=0.0).to(tl.float32)
-        logit = tl.sum(w * h[None, :], axis=1)
-        if bias_ptr is not None:
-            logit += tl.load(bias_ptr + ids, mask=live, other=0.0).to(tl.float32)
-        if ROUND:
-            logit = _nearest_bfloat16(logit)
-        logit *= scale
-        slope = tl.full([STEP], 1.0, tl.float32) * scale
-        if CAP:
-            # tanh x = 1 - 2 / (exp(2 x) + 1)
-            capped = 1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0)
-            slope *= 1.0 - capped * capped
-            logit = softcap * capped
-        tl.store(logits_ptr + m, logit, mask=live)
-        z = logit
-        if pair_bias_ptr is not None:
-            z += tl.load(pair_bias_ptr + m, mask=live, other=0.0)
-        if repetition_ptr is not None:
-            penalty = tl.load(repetition_ptr + m, mask=live, other=1.0)
-            slope = tl.where(z > 0, slope / penalty, slope * penalty)
-            z = tl.where(z > 0, z / penalty, z * penalty)
-        if subtract_ptr is not None:
-            z -= tl.load(subtract_ptr + m, mask=live, other=0.0)
-        if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + m, mask=live, other=1.0)
-            z /= temperature
-            slope /= temperature
+        ids = tl.load(pairs[0] + m, mask=live, other=0).to(tl.int64)
+        inside = live[:, None] & inside_row[None, :]
+        w = tl.load(head[0] + ids[:, None] * head[1] + e[None, :], mask=inside, other=0.0).to(tl.float32)
+        product = tl.sum(w * h[None, :], axis=1)
+        if head[2] is not None:
+            product += tl.load(head[2] + ids, mask=live, other=0.0).to(tl.float32)
+        logit, slope = _logit(product, form, ROUND, CAP)
+        tl.store(out.logits + m, logit, mask=live)
+        z, slope = _transformed(logit, slope, transforms, m, live)
         is_target = live & (m == position)
         target += tl.sum(tl.where(is_target, z, 0.0), axis=0)
         target_slope += tl.sum(tl.where(is_target, slope, 0.0), axis=0)
@@ -244,60 +270,52 @@ def _score_row(
         p = tl.where(live, tl.exp(centred), 0.0)
         weighted = (weighted + total * shift) * old + tl.sum(p * centred, axis=0)
         total = total * old + tl.sum(p, axis=0)
-        if derivative_ptr is not None:
+        if out.derivative is not None:
             mean = mean * old + tl.sum((p * slope)[:, None] * w, axis=0)
         peak = new_peak
-    tl.store(stats_ptr + a, tl.where(end > start, peak, float("-inf")))
-    tl.store(stats_ptr + num_rows + a, total)
-    tl.store(stats_ptr + 2 * num_rows + a, weighted)
-    tl.store(stats_ptr + 3 * num_rows + a, target)
-    if derivative_ptr is not None:
-        drawn = tl.load(ids_ptr + tl.maximum(position, 0), mask=position >= 0, other=0).to(tl.int64)
-        w = tl.load(weight_ptr + drawn * weight_stride + e, mask=e < SIZE, other=0.0)
+    tl.store(out.stats + a, tl.where(end > start, peak, float("-inf")))
+    tl.store(out.stats + out.num_rows + a, total)
+    tl.store(out.stats + 2 * out.num_rows + a, weighted)
+    tl.store(out.stats + 3 * out.num_rows + a, target)
+    if out.derivative is not None:
+        drawn = tl.load(pairs[0] + tl.maximum(position, 0), mask=position >= 0, other=0).to(tl.int64)
+        w = tl.load(head[0] + drawn * head[1] + e, mask=inside_row, other=0.0)
         derivative = target_slope * w.to(tl.float32) - mean / tl.maximum(total, 1e-30)
-        tl.store(derivative_ptr + a * SIZE + e, _stored(derivative, derivative_ptr), mask=e < SIZE)
+        tl.store(out.derivative + a * SHAPE.SIZE + e, _stored(derivative, out.derivative), mask=inside_row)
 
 
 @_jit
 def _sum_row(
-    out_ptr: tl.tensor,  # [.., E], rows out_stride apart
-    out_stride: tl.tensor,
-    places_ptr: tl.tensor,  # [A] int64
-    schedule_ptr: tl.tensor,  # [A] int64, rows in the order in which to start them
-    offsets_ptr: tl.tensor,  # [A+1] int64
-    grad_ptr: tl.tensor,  # [M] float32
-    order_ptr: tl.tensor,  # [M] int64 or None
-    table_ptr: tl.tensor,  # [.., E], rows table_stride apart
-    table_stride: tl.tensor,
-    rows_ptr: tl.tensor,  # [..] int
-    index_ptr: tl.tensor,  # [M] int64 or None
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
+    out: tl.tuple,  # a _Table
+    rows: tl.tuple,  # _Rows in `out`
+    factors: tl.tuple,  # grad, [M] float32, and order, [M] int64 or None
+    table: tl.tuple,  # a _Table
+    lookup: tl.tuple,  # rows of the table, [..] int, and index, [M] int64 or None
+    SHAPE: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    a = tl.load(schedule_ptr + tl.program_id(0))
-    start, end = tl.load(offsets_ptr + a), tl.load(offsets_ptr + a + 1)
-    e = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros([WIDTH], tl.float32)
-    for first in range(start, end, STEP):
-        m = first + tl.arange(0, STEP)
+    a = tl.load(rows.schedule + tl.program_id(0))
+    start, end = tl.load(rows.offsets + a), tl.load(rows.offsets + a + 1)
+    e = tl.program_id(1) * SHAPE.WIDTH + tl.arange(0, SHAPE.WIDTH)
+    inside_row = e < SHAPE.SIZE
+    total = tl.zeros([SHAPE.WIDTH], tl.float32)
+    for first in range(start, end, SHAPE.STEP):
+        m = first + tl.arange(0, SHAPE.STEP)
         live = m < end
-        pair = m
-        if order_ptr is not None:
-            pair = tl.load(order_ptr + m, mask=live, other=0)
-        place = m
-        if index_ptr is not None:
-            place = tl.load(index_ptr + m, mask=live, other=0)
-        grad = tl.load(grad_ptr + pair, mask=live, other=0.0)
-        row = tl.load(rows_ptr + place, mask=live, other=0).to(tl.int64)
-        inside = live[:, None] & (e < SIZE)[None, :]
-        values = tl.load(table_ptr + row[:, None] * table_stride + e[None, :], mask=inside, other=0.0)
+        pair, place = m, m
+        if factors[1] is not None:
+            pair = tl.load(factors[1] + m, mask=live, other=0)
+        if lookup[1] is not None:
+            place = tl.load(lookup[1] + m, mask=live, other=0)
+        grad = tl.load(factors[0] + pair, mask=live, other=0.0)
+        row = tl.load(lookup[0] + place, mask=live, other=0).to(tl.int64)
+        inside = live[:, None] & inside_row[None, :]
+        values = tl.load(table.data + row[:, None] * table.stride + e[None, :], mask=inside, other=0.0)
         total += tl.sum(grad[:, None] * values.to(tl.float32), axis=0)
-    target = out_ptr + tl.load(places_ptr + a) * out_stride + e
+    target = out.data + tl.load(rows.places + a) * out.stride + e
     if ADD:
-        total += tl.load(target, mask=e < SIZE, other=0.0).to(tl.float32)
-    tl.store(target, _stored(total, out_ptr), mask=e < SIZE)
+        total += tl.load(target, mask=inside_row, other=0.0).to(tl.float32)
+    tl.store(target, _stored(total, out.data), mask=inside_row)
 
 
 @_jit

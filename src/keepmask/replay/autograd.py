@@ -177,7 +177,7 @@ def _make_buffers(source: HeadLogits, needed: tuple[bool, ...], job: Job, option
             same = product.hidden_grad.dtype == dtype or not job.plan.full_rows.numel()
             product.full_hidden_grad = product.hidden_grad if same else torch.zeros_like(product.hidden, dtype=dtype)
         if weight_needed and (options.weight_grad == "dense" or product is not source.products[0]):
-            touched = product.weight.shape[0] if job.plan.full_rows.numel() else job.share().support.by_id.ids.numel()
+            touched = product.weight.shape[0] if job.plan.full_rows.numel() else job.share()[0].pairs.by_id.ids.numel()
             product.weight_grad = _zeros_like(product.weight, touched)
         elif weight_needed and options.weight_grad == "accumulate":
             product.weight_grad = _accumulated(options.parameter, product.weight)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from keepmask.head.pair_rows import NEGLIGIBLE, probabilities
+from keepmask.head.pairs import places_in
 from keepmask.replay.row_scores import RowStats, merge
 from keepmask.replay.source import BLOCK_FLOATS, Block, LogitSource
-from keepmask.replay.support import places_in
 from keepmask.replay.transforms import TokenTransforms
 
 __all__ = ["full_backward", "full_stats"]

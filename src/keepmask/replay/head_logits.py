@@ -9,13 +9,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from keepmask.head import pairs, pairs_dense
+from keepmask.head import pairs_dense
 from keepmask.head.form import HeadForm, PairTransforms
 from keepmask.head.pair_rows import RowImpl, row_stats, row_sums
-from keepmask.head.pair_scores import PairScores, score_pairs
-from keepmask.head.pairs import wide
-from keepmask.replay.source import BLOCK_FLOATS, Block
-from keepmask.replay.support import Support
+from keepmask.head.pairs import (
+    Pairs,
+    add_weight_gradient,
+    hidden_gradient,
+    impl_for,
+    pair_logits,
+    scale_rows,
+    weight_gradient_rows,
+    wide,
+)
+from keepmask.replay.source import BLOCK_FLOATS, Block, PairScores
 
 __all__ = ["HeadLogits", "HeadProduct", "Products", "WeightGrad"]
 
@@ -50,50 +57,27 @@ class HeadProduct:
     weight_rows: tuple[Tensor, Tensor] | None = None
     """[U] int64 rows, ascending, and their gradients [U, E]; found by the backward over pairs."""
 
-    def at(self, rows: Tensor, support: Support, ids: Tensor) -> Tensor:
-        """[M]: those of the pairs of `support`, whose row a is token rows[a]. ids: [M], their rows of the weight."""
+    def at(self, pairs: Pairs) -> Tensor:
+        """[M]: those of these pairs."""
         if self.impl == "dense":
-            order, index, _, _ = support.by_id
-            products = torch.empty(ids.numel(), dtype=wide(self.hidden.dtype), device=ids.device)
-            products[order] = pairs_dense.pair_logits(self.hidden, rows, self.weight, ids[order].long(), index)
-            return products
-        return pairs.pair_logits(
-            self.hidden, rows, self.weight, ids, support.offsets, support.row_index,
-            max_pairs=self.max_pairs, impl=self.impl,
-        )  # fmt: skip
+            return pairs_dense.pair_logits(self.hidden, self.weight, pairs)
+        return pair_logits(self.hidden, self.weight, pairs, max_pairs=self.max_pairs, impl=self.impl)
 
-    def backward(
-        self, rows: Tensor, support: Support, ids: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def backward(self, pairs: Pairs, grad: Tensor, by_row: tuple[Tensor, Tensor] | None) -> None:
         """Take in the gradient [M] of what `at` gave. by_row: as in `LogitSource.backward_pairs`."""
         if self.impl == "dense":
-            order, index, _, _ = support.by_id
             pairs_dense.pair_gradients(
-                grad[order], self.hidden, rows, self.weight, ids[order].long(), index,
-                out_hidden=self.hidden_grad, out_weight=self.weight_grad,
-            )  # fmt: skip
-        elif self.hidden_grad is not None and by_row is not None:
-            pairs.scale_rows(self.hidden_grad, rows, *by_row)
-        elif self.hidden_grad is not None:
-            pairs.hidden_gradient(
-                self.hidden_grad, rows, grad, self.weight, ids, support.offsets,
-                max_pairs=self.max_pairs, impl=self.impl,
-            )  # fmt: skip
-        if self.wants_rows or (self.weight_grad is not None and self.impl != "dense"):
-            self._weight_backward(rows, support, ids, grad)
-
-    def _weight_backward(self, rows: Tensor, support: Support, ids: Tensor, grad: Tensor) -> None:
-        """Sums over the pairs of each row of the weight, in the order of these rows."""
-        order, index, _, offsets = support.by_id
-        distinct = ids[order[offsets[:-1]]].long()
-        if self.wants_rows:
-            sums = pairs.weight_gradient_rows(grad, order, self.hidden, rows, index, offsets)
-            self.weight_rows = (distinct, sums)
-        elif self.weight_grad is not None:
-            impl = pairs.impl_for(self.impl, self.weight_grad)
-            pairs.add_weight_gradient(
-                self.weight_grad, distinct, grad, order, self.hidden, rows, index, offsets, impl=impl
+                grad, self.hidden, self.weight, pairs, out_hidden=self.hidden_grad, out_weight=self.weight_grad
             )
+        elif self.hidden_grad is not None and by_row is not None:
+            scale_rows(self.hidden_grad, pairs.rows, *by_row)
+        elif self.hidden_grad is not None:
+            hidden_gradient(self.hidden_grad, grad, self.weight, pairs, max_pairs=self.max_pairs, impl=self.impl)
+        if self.wants_rows:
+            self.weight_rows = (pairs.by_id.ids, weight_gradient_rows(grad, self.hidden, pairs))
+        elif self.weight_grad is not None and self.impl != "dense":
+            impl = impl_for(self.impl, self.weight_grad)
+            add_weight_gradient(self.weight_grad, grad, self.hidden, pairs, impl=impl)
 
 
 class HeadLogits:
@@ -118,34 +102,29 @@ class HeadLogits:
         self.impl = products[0].impl
         self.row_impl: RowImpl = "numba" if self.impl == "numba" else "gather"
 
-    def score_pairs(
-        self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
-    ) -> PairScores:
+    def score_pairs(self, pairs: Pairs, positions: Tensor, transforms: PairTransforms, *, jacobian: bool) -> PairScores:
         """`LogitSource.score_pairs`. The derivative comes with "triton" only, where it costs no other pass."""
-        ids = self._head_rows(support.ids)
         if self.impl == "triton":
-            hidden, weight = self.products[0].hidden, self.products[0].weight
-            return score_pairs(
-                hidden, rows, weight, self.bias, ids, support.offsets, support.row_index, positions, self.form,
-                transforms, jacobian=jacobian, max_pairs=self.products[0].max_pairs, impl="triton",
-            )  # fmt: skip
-        products = sum_of([product.at(rows, support, ids) for product in self.products])
-        logits = self.form.apply(products if self.bias is None else products + self.bias.to(self.dtype)[ids])
-        z = transforms.apply(logits).to(self.dtype)
-        stats = row_stats(z, support.row_index, support.offsets, positions, impl=self.row_impl)
-        return PairScores(logits, z, stats, None)
+            from keepmask.head import pairs_triton
 
-    def backward_pairs(
-        self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
-    ) -> None:
+            hidden, weight = self.products[0].hidden, self.products[0].weight
+            logits, stats, derivative = pairs_triton.score_rows(
+                hidden, weight, self.bias, pairs, positions, self.form, transforms, jacobian=jacobian
+            )
+            return PairScores(logits, transforms.apply(logits), stats, derivative)
+        products = sum_of([product.at(pairs) for product in self.products])
+        logits = self.form.apply(products if self.bias is None else products + self.bias.to(self.dtype)[pairs.ids])
+        z = transforms.apply(logits).to(self.dtype)
+        return PairScores(logits, z, row_stats(z, pairs.index, pairs.offsets, positions, impl=self.row_impl), None)
+
+    def backward_pairs(self, pairs: Pairs, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None) -> None:
         """`LogitSource.backward_pairs`."""
         grad = self.form.backward(logits, grad)
-        ids = self._head_rows(support.ids)
         for product in self.products:
-            product.backward(rows, support, ids, grad, by_row)
+            product.backward(pairs, grad, by_row)
         if self.bias_grad is not None:
-            order, _, _, offsets = support.by_id
-            self.bias_grad[ids[order[offsets[:-1]]].long()] += row_sums(grad[order], offsets).to(self.bias_grad.dtype)
+            order, _, ids, offsets = pairs.by_id
+            self.bias_grad[ids] += row_sums(grad[order], offsets).to(self.bias_grad.dtype)
 
     def blocks(self) -> Iterator[Block]:
         """`LogitSource.blocks`: slices of the head, each converted once."""
@@ -155,12 +134,6 @@ class HeadLogits:
             block = HeadBlock(self, slice(start, min(start + width, len(self.ids))))
             yield block
             block.flush()
-
-    def _head_rows(self, ids: Tensor) -> Tensor:
-        """The row of the head, or of this process's share of it, of each token id."""
-        if self.ids.start == 0 and self.ids.step == 1:
-            return ids
-        return torch.div(ids - self.ids.start, self.ids.step, rounding_mode="floor")
 
 
 class HeadBlock:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from keepmask.replay.support import places_in
+from keepmask.head.pairs import places_in
 
 __all__ = ["LogitBias", "TokenHistory"]
 
@@ -33,19 +33,19 @@ class TokenHistory:
     """[T] int64: how many ids of its sequence came before the token."""
     starts: Tensor
     """[T] int64, at most `lengths`: the position in its sequence where the output of its request begins."""
+    keys: Tensor | None = field(default=None, repr=False)
+    """[L] int64, where they are known: `_keys`."""
 
     def select(self, rows: Tensor) -> TokenHistory:
         """The histories of these tokens; the sequences are shared."""
-        chosen = TokenHistory(
+        return TokenHistory(
             ids=self.ids,
             offsets=self.offsets,
             sequences=self.sequences[rows],
             lengths=self.lengths[rows],
             starts=self.starts[rows],
+            keys=vars(self).get("_keys", self.keys),
         )
-        if "_keys" in self.__dict__:
-            chosen.__dict__["_keys"] = self._keys
-        return chosen
 
     def to(self, device: torch.device | str) -> TokenHistory:
         """The same histories on `device`."""
@@ -105,6 +105,8 @@ class TokenHistory:
     @cached_property
     def _keys(self) -> Tensor:
         """[L] int64, ascending: (id, place in `ids`) of every id, in one number. Places tell the sequences apart."""
+        if self.keys is not None:
+            return self.keys
         places = torch.arange(self.ids.numel(), device=self.ids.device)
         return torch.sort(self.ids.to(torch.int64) * (self.ids.numel() + 1) + places).values
 

@@ -279,7 +279,7 @@ def _products(impl: Impl, hidden: Tensor, head: Head, weight: Tensor, job: Job) 
     if weight.is_cuda and not head.adapters and triton_can_read(hidden, weight):
         return "triton"
     best: Products = "numba" if numba_can_read(hidden, weight) else "gather"
-    active = job.plan.active.support
+    active = job.plan.active.pairs
     converted = best == "gather" and weight.dtype != wide(weight.dtype)
     share = _DENSE_SHARE_CONVERTED if converted else _DENSE_SHARE[best]
     wide_rows = active.num_pairs > share * active.num_rows * head.vocab_size

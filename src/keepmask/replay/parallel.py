@@ -16,7 +16,7 @@ from keepmask.replay.row_scores import RowStats, merge
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from keepmask.replay.support import Support
+    from keepmask.head.pairs import Pairs
 
 __all__ = ["VocabParallel", "local_tensors"]
 
@@ -62,15 +62,15 @@ class VocabParallel:
             merged = merge(merged, other)
         return merged
 
-    def check_tokens(self, targets: Tensor, support: Support) -> None:
+    def check_tokens(self, targets: Tensor, pairs: Pairs) -> None:
         """Raise MaskError unless all processes score the same tokens on the same rows: a head that is sharded for
         data parallelism, whose processes have a batch each, would give numbers that mean nothing.
 
-        targets: [A], of the rows that are scored. support: their rows. Sums of both are exchanged.
+        targets: of the rows that are scored. pairs: the active ones. Sums of both are exchanged.
         """
         places = torch.arange(1, targets.numel() + 1, device=targets.device)
-        sizes = [targets.new_tensor(targets.numel()), targets.new_tensor(support.num_pairs)]
-        own = torch.stack([*sizes, (targets * places).sum(), support.ids.sum(dtype=torch.int64)])
+        sizes = [targets.new_tensor(targets.numel()), targets.new_tensor(pairs.num_pairs)]
+        own = torch.stack([*sizes, (targets * places).sum(), pairs.ids.sum(dtype=torch.int64)])
         others = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(others, own, group=self.group)
         if any(not torch.equal(other, own) for other in others):

@@ -11,7 +11,7 @@ from torch import Tensor
 from keepmask.errors import MaskError
 from keepmask.mask import SamplingMask
 from keepmask.replay.scores import RowStatus
-from keepmask.replay.support import ActiveRows, Support, listed_rows
+from keepmask.replay.support import Active, Support, listed_rows
 
 __all__ = ["OnEmpty", "OnOutside", "Plan", "as_support", "check_loss_mask", "plan_rows"]
 
@@ -25,10 +25,10 @@ class Plan:
 
     status: Tensor
     """[T] int8, values of `RowStatus`."""
-    active: ActiveRows
+    active: Active
     """The rows scored on their pairs; A of them."""
     positions: Tensor
-    """[A] int64: the pair, in the active support, of each active row's target."""
+    """[A] int64: the active pair of each of their targets."""
     full_rows: Tensor
     """[F] int64: the empty rows to score on the whole vocabulary."""
 
@@ -105,5 +105,5 @@ def _plan(
             f"{listed_rows(full_rows)}: empty, which stands for the whole vocabulary; leave such tokens out with "
             'loss_mask or on_empty="ignore", or score them on the whole vocabulary with on_empty="full"'
         )
-    positions = active.support.target_positions(targets[active.rows])
+    positions = active.pairs.positions(targets[active.pairs.rows])
     return Plan(status=status, active=active, positions=positions, full_rows=full_rows)

@@ -119,16 +119,10 @@ class ReplayBatch:
         support; turns that do not continue each other; version spans with gaps; processors that cannot be replayed.
         """
         packed = pack_rollouts(
-            rollouts,
-            vocab_size=vocab_size,
-            appended_token_ids=appended_token_ids,
-            loss_masks=loss_masks,
-            logprobs_mode=logprobs_mode,
-            missing_mask=missing_mask,
-            processors=processors,
-            pad_to_multiple_of=pad_to_multiple_of,
-            pad_token_id=pad_token_id,
-        )
+            rollouts, vocab_size=vocab_size, appended_token_ids=appended_token_ids, loss_masks=loss_masks,
+            logprobs_mode=logprobs_mode, missing_mask=missing_mask, processors=processors,
+            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
+        )  # fmt: skip
         logprobs, member_logprobs = packed.rollout_logprobs, packed.mask.logprobs
         input_ids = torch.from_numpy(packed.input_ids)
         return cls(

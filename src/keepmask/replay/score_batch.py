@@ -119,6 +119,29 @@ def score_padded(
             f"{list(response_mask.shape)}: must be [B, S, E], [B, S] and [B, S]"
         )
     drawn = response_mask.bool()
+    batch = _packed(head.vocab_size, input_ids, masks, drawn, sampling_params, attention_mask).to(hidden.device)
+    places = drawn.flatten().nonzero()[:, 0]
+    rows = score(
+        batch, hidden.flatten(0, 1)[places - 1], head,
+        entropy=entropy, full_log_normalizer=full_log_normalizer, options=options,
+    )  # fmt: skip
+    logprobs, entropies = (
+        None if values is None else scattered(values, places, drawn.numel(), 0.0).view(drawn.shape)
+        for values in (rows.logprobs, rows.entropy)
+    )
+    assert logprobs is not None
+    return PaddedScores(logprobs, entropies, rows)
+
+
+def _packed(
+    vocab_size: int,
+    input_ids: Tensor,
+    masks: Sequence[SamplingMask],
+    drawn: Tensor,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    attention_mask: Tensor | None,
+) -> ReplayBatch:
+    """The sequences as a batch, whose rows are the drawn tokens in their order. The arguments as in `score_padded`."""
     read = torch.ones_like(drawn) if attention_mask is None else attention_mask.bool() | drawn
     if drawn[:, 0].any():
         raise MaskError("response_mask: a first token is marked as drawn, but no state comes before it")
@@ -138,15 +161,4 @@ def score_padded(
             input_ids.cpu(), read.cpu(), drawn.cpu(), masks, given, strict=True
         )
     ]
-    batch = ReplayBatch.pack([turns for turns in sequences if turns], vocab_size=head.vocab_size).to(hidden.device)
-    places = drawn.flatten().nonzero()[:, 0]
-    rows = score(
-        batch, hidden.flatten(0, 1)[places - 1], head,
-        entropy=entropy, full_log_normalizer=full_log_normalizer, options=options,
-    )  # fmt: skip
-    logprobs, entropies = (
-        None if values is None else scattered(values, places, drawn.numel(), 0.0).view(drawn.shape)
-        for values in (rows.logprobs, rows.entropy)
-    )
-    assert logprobs is not None
-    return PaddedScores(logprobs, entropies, rows)
+    return ReplayBatch.pack([turns for turns in sequences if turns], vocab_size=vocab_size)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from keepmask.head.form import PairTransforms
 from keepmask.head.pair_rows import member_logprobs, pair_gradient, row_sums
+from keepmask.head.pairs import places_in
 from keepmask.replay.full import full_backward, full_stats
 from keepmask.replay.parallel import VocabParallel
 from keepmask.replay.plan import Plan
 from keepmask.replay.row_scores import RowStats, divergence, divergence_gradient, finish, members_gradient
 from keepmask.replay.scores import RowStatus
 from keepmask.replay.source import LogitSource
-from keepmask.replay.support import Support
+from keepmask.replay.support import Active, Support
 from keepmask.replay.transforms import TokenTransforms
 
 __all__ = ["Entropy", "Job", "ScoreGradients", "ScoreTensors", "score", "send_back"]
@@ -42,44 +43,34 @@ class Job:
     full_log_normalizer: bool = False
     vocab_parallel: VocabParallel | None = None
 
-    def share(self) -> Share:
-        """The active pairs that this process holds the head rows of; found once for all passes over a batch."""
-        active = self.plan.active
-        if self.vocab_parallel is None:
-            return Share(active.support, active.pairs, self.plan.positions)
-        parallel = self.vocab_parallel
+    def share(self) -> tuple[Active, Tensor]:
+        """The active pairs that this process holds the head rows of, and [A] the pair of each target, -1 where it is
+        not among them; found once for all passes over a batch."""
+        active, parallel = self.plan.active, self.vocab_parallel
+        if parallel is None:
+            return active, self.plan.positions
 
-        def restricted() -> Share:
-            scored = torch.cat([active.rows, self.plan.full_rows])
-            parallel.check_tokens(self.targets[scored], active.support)
-            support, pairs = active.support.restrict(parallel.ids)
-            return Share(support, active.pairs[pairs], support.target_positions(self.targets[active.rows]))
+        def restricted() -> tuple[Active, Tensor]:
+            targets = self.targets[active.pairs.rows]
+            parallel.check_tokens(torch.cat([targets, self.targets[self.plan.full_rows]]), active.pairs)
+            pairs, numbers = active.pairs.restrict(parallel.ids)
+            places, inside = places_in(targets, parallel.ids)
+            return Active(pairs, active.numbers[numbers]), pairs.positions(torch.where(inside, places, -1))
 
         return self.support.remember("share", (self.plan, parallel.ids), restricted)
 
-    def pair_transforms(self, share: Share) -> PairTransforms:
+    def pair_transforms(self, share: Active) -> PairTransforms:
         """The transforms of the pairs of `share`; found once for all passes over a batch."""
-        transforms, rows = self.transforms, self.plan.active.rows
+        transforms, rows = self.transforms, self.plan.active.pairs.rows
         if transforms is None:
             return PairTransforms()
 
         def found() -> PairTransforms:
             transforms.check(torch.cat([rows, self.plan.full_rows]))
-            return transforms.select(rows).at(share.support)
+            return transforms.select(rows).at(share.pairs.index, self.support.ids[share.numbers])
 
         ids = None if self.vocab_parallel is None else self.vocab_parallel.ids
         return self.support.remember("pair_transforms", (self.plan, ids, transforms, *transforms.tensors), found)
-
-
-class Share(NamedTuple):
-    """Some of the active pairs of a batch."""
-
-    support: Support
-    """A rows, M pairs."""
-    pairs: Tensor
-    """[M] int64: their numbers among all N."""
-    positions: Tensor
-    """[A] int64: the pair of each target, -1 where it is not here."""
 
 
 class ScoreTensors(NamedTuple):
@@ -123,17 +114,16 @@ class ScoreGradients(NamedTuple):
 
 def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
     """Score the rows of the plan."""
-    plan, share = job.plan, job.share()
-    rows, (support, pairs, positions) = plan.active.rows, share
-    transforms = job.pair_transforms(share)
-    logits, z, own, jacobian = source.score_pairs(rows, support, positions, transforms, jacobian=job.jacobian)
+    plan, (share, positions) = job.plan, job.share()
+    pairs, numbers = share
+    rows, index, offsets = pairs.rows, pairs.index, pairs.offsets
+    logits, z, own, jacobian = source.score_pairs(pairs, positions, job.pair_transforms(share), jacobian=job.jacobian)
     stats = _merged(RowStats(*own), job)
     scores = finish(stats)
-    index, offsets = support.row_index, support.offsets
     logprobs = member_logprobs(z, index, offsets, stats.peak, scores.log_total, impl=source.row_impl)
     kl = None
     if job.ref_member_logprobs is not None:
-        reference = job.ref_member_logprobs[pairs]
+        reference = job.ref_member_logprobs[numbers]
         kl = _summed(row_sums(divergence(logprobs, reference), offsets), job).to(source.dtype)
     full = finish(_full_stats(source, job, plan.full_rows))
 
@@ -145,7 +135,7 @@ def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
         if job.entropy == "none"
         else _spread(num_rows, 0.0, (rows, scores.entropy), (full_rows, full.entropy)),
         kl=None if kl is None else _spread(num_rows, 0.0, (rows, kl)),
-        member_logprobs=_summed(_spread(job.support.num_pairs, 0.0, (pairs, logprobs)), job) if job.members else None,
+        member_logprobs=_summed(_spread(job.support.num_pairs, 0.0, (numbers, logprobs)), job) if job.members else None,
         log_normalizer=_spread(num_rows, torch.nan, (rows, scores.log_normalizer), (full_rows, full.log_normalizer)),
         full_log_normalizer=None,
     )
@@ -157,31 +147,31 @@ def score(source: LogitSource, job: Job) -> tuple[ScoreTensors, Kept]:
 
 def send_back(source: LogitSource, job: Job, kept: Kept, gradients: ScoreGradients) -> None:
     """Send the gradients of the scores back to the logits of `source`."""
-    plan, share = job.plan, job.share()
-    rows, (support, pairs, positions) = plan.active.rows, share
-    index = support.row_index
+    plan, (share, positions) = job.plan, job.share()
+    pairs, numbers = share
+    rows, index = pairs.rows, pairs.index
     grad = pair_gradient(
         kept.logprobs,
         index,
-        support.offsets,
+        pairs.offsets,
         positions,
         None if gradients.logprobs is None else gradients.logprobs[rows],
         None if gradients.entropy is None else (gradients.entropy[rows], kept.entropy),
         impl=source.row_impl,
     )
     if gradients.kl is not None and kept.kl is not None and job.ref_member_logprobs is not None:
-        weights, reference = gradients.kl[rows], job.ref_member_logprobs[pairs]
+        weights, reference = gradients.kl[rows], job.ref_member_logprobs[numbers]
         grad += divergence_gradient(kept.logprobs, reference, weights[index], kept.kl[index])
     if gradients.member_logprobs is not None:
-        weights = gradients.member_logprobs[pairs]
-        sums = _summed(row_sums(weights, support.offsets), job).to(grad.dtype)
+        weights = gradients.member_logprobs[numbers]
+        sums = _summed(row_sums(weights, pairs.offsets), job).to(grad.dtype)
         grad += members_gradient(kept.logprobs, weights, sums[index])
     slope = job.pair_transforms(share).slope(kept.logits)
     grad = grad if slope is None else (grad * slope).to(source.dtype)
     by_row = None
     if kept.jacobian is not None and gradients.logprobs is not None and not any(g is not None for g in gradients[1:]):
         by_row = (gradients.logprobs[rows], kept.jacobian)
-    source.backward_pairs(rows, support, kept.logits, grad, by_row)
+    source.backward_pairs(pairs, kept.logits, grad, by_row)
     full_rows = plan.full_rows
     if full_rows.numel() and (gradients.logprobs is not None or gradients.entropy is not None):
         full_backward(

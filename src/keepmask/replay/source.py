@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from keepmask.head.form import PairTransforms
 from keepmask.head.pair_rows import RowImpl, row_stats
-from keepmask.head.pair_scores import PairScores
-from keepmask.head.pairs import wide
-from keepmask.replay.support import Support
+from keepmask.head.pairs import Pairs, wide
 
-__all__ = ["Block", "LogitSource", "TableLogits"]
+__all__ = ["Block", "LogitSource", "PairScores", "TableLogits"]
 
 BLOCK_FLOATS = 2**21
 """Most logits of whole rows held at a time: 8 MB, so that what is made of them stays in reach of the caches."""
@@ -33,6 +31,19 @@ class Block(Protocol):
         """Take in the gradient [R, W] of what `logits(rows)` gave, `logits`."""
 
 
+class PairScores(NamedTuple):
+    """What a source says about M pairs of A rows."""
+
+    logits: Tensor
+    """[M], raw."""
+    z: Tensor
+    """[M], transformed."""
+    stats: tuple[Tensor, Tensor, Tensor, Tensor]
+    """`row_stats` of z, [A] each."""
+    jacobian: Tensor | None
+    """[A, E] of the type of the hidden states: the derivative of each target's log-probability by its hidden state."""
+
+
 class LogitSource(Protocol):
     """Raw logits of T tokens, and the gradients they send back."""
 
@@ -41,18 +52,14 @@ class LogitSource(Protocol):
     row_impl: RowImpl
     """How to compute on the pairs of rows (`pair_rows`)."""
 
-    def score_pairs(
-        self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
-    ) -> PairScores:
-        """The pairs of `support`, whose row a is token `rows[a]` and has its target at pair `positions[a]`.
+    def score_pairs(self, pairs: Pairs, positions: Tensor, transforms: PairTransforms, *, jacobian: bool) -> PairScores:
+        """The scores of these pairs; positions: [A], those of the targets, -1 where there is none.
 
         jacobian: whether `backward_pairs` could use the derivative of the log-probabilities by the hidden states; it
         comes only where it costs little.
         """
 
-    def backward_pairs(
-        self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def backward_pairs(self, pairs: Pairs, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None) -> None:
         """Take in the gradient [M] of the pairs' logits, whose values were `logits`.
 
         by_row: where it is that of the targets' log-probabilities alone: their weights [A], and their derivative by
@@ -74,20 +81,16 @@ class TableLogits:
         self.row_impl: RowImpl = "gather"
         self.ids = range(logits.shape[1])
 
-    def score_pairs(
-        self, rows: Tensor, support: Support, positions: Tensor, transforms: PairTransforms, *, jacobian: bool
-    ) -> PairScores:
+    def score_pairs(self, pairs: Pairs, positions: Tensor, transforms: PairTransforms, *, jacobian: bool) -> PairScores:
         """`LogitSource.score_pairs`; there are no hidden states here."""
-        logits = self.table[rows[support.row_index], support.ids.long()].to(self.dtype)
+        logits = self.table[pairs.rows[pairs.index], pairs.ids.long()].to(self.dtype)
         z = transforms.apply(logits).to(self.dtype)
-        return PairScores(logits, z, row_stats(z, support.row_index, support.offsets, positions, impl="gather"), None)
+        return PairScores(logits, z, row_stats(z, pairs.index, pairs.offsets, positions, impl="gather"), None)
 
-    def backward_pairs(
-        self, rows: Tensor, support: Support, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def backward_pairs(self, pairs: Pairs, logits: Tensor, grad: Tensor, by_row: tuple[Tensor, Tensor] | None) -> None:
         """`LogitSource.backward_pairs`."""
         if self.grad is not None:
-            self.grad[rows[support.row_index], support.ids.long()] = grad.to(self.grad.dtype)
+            self.grad[pairs.rows[pairs.index], pairs.ids.long()] = grad.to(self.grad.dtype)
 
     def blocks(self) -> Iterator[Block]:
         """The table is its own and only block."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -12,37 +12,33 @@ import torch
 from torch import Tensor
 
 from keepmask.errors import MaskError
+from keepmask.head.pairs import Pairs, offsets_of
 from keepmask.mask import SamplingMask
 
-__all__ = ["ActiveRows", "IdOrder", "Support", "listed_rows", "places_in"]
+__all__ = ["Active", "Known", "Support", "listed_rows"]
 
 R = TypeVar("R")
 
 _MAX_LISTED = 8  # offending rows named in one error; the rest are counted
 
 
-class IdOrder(NamedTuple):
-    """The pairs of a support ordered by id, then by row. U is the number of distinct ids."""
+class Active(NamedTuple):
+    """The pairs of the rows whose log-probability depends on the logits."""
 
-    order: Tensor
-    """[N] int64: pair numbers in that order."""
-    rows: Tensor
-    """[N] int64: the row of each pair, in that order."""
-    ids: Tensor
-    """[U] int64: the distinct ids, ascending."""
-    offsets: Tensor
-    """[U+1] int64: pairs `offsets[u]:offsets[u + 1]` of the order have id `ids[u]`."""
+    pairs: Pairs
+    """Of A rows."""
+    numbers: Tensor
+    """[M] int64: the number of each pair in the support they were taken from."""
 
 
-class ActiveRows(NamedTuple):
-    """The rows whose log-probability depends on the logits, as a support of their own."""
+class Known(NamedTuple):
+    """What whoever makes a support knows about it, so that it is not found again."""
 
-    rows: Tensor
-    """[A] int64, ascending: their row numbers."""
-    support: Support
-    """A rows."""
-    pairs: Tensor
-    """[M] int64: the number of each of its pairs in the support they were taken from."""
+    host_offsets: Tensor | None = None
+    """The offsets on the CPU, so that no device is asked for sizes."""
+    id_bounds: tuple[int, int] | None = None
+    distinct: bool = False
+    """Whether surely no id stands twice in a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +50,11 @@ class Support:
     shapes and dtypes only, `check` looks at the values.
 
     ids: [N] int32 or int64. offsets: [T+1] int64, on the device of `ids`.
-    host_offsets: the same offsets on the CPU, given by whoever has them, so that no device is asked for sizes.
     """
 
     ids: Tensor
     offsets: Tensor
-    host_offsets: Tensor | None = field(default=None, repr=False)
+    known: Known = field(default=Known(), repr=False)
     _last: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,10 +71,9 @@ class Support:
     @classmethod
     def from_mask(cls, mask: SamplingMask, device: torch.device | str | None = None) -> Support:
         """The rows of a `SamplingMask`, on `device` (the CPU by default)."""
-        offsets = torch.tensor(mask.offsets)
-        support = cls(torch.tensor(mask.ids), offsets, offsets)
-        support.id_bounds  # noqa: B018 - found here, while the ids are on the host
-        support.__dict__["has_repeats"] = False  # a mask has none
+        ids, offsets = torch.tensor(mask.ids), torch.tensor(mask.offsets)
+        bounds = tuple(map(int, torch.aminmax(ids))) if ids.numel() else (0, -1)
+        support = cls(ids, offsets, Known(offsets, (bounds[0], bounds[1]), distinct=True))
         return support if device is None else support.to(device)
 
     @classmethod
@@ -88,33 +82,31 @@ class Support:
         parts = list(supports)
         if not parts:
             return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-        sizes = np.cumsum([0] + [part.num_pairs for part in parts]).tolist()
+        starts = np.cumsum([0] + [part.num_pairs for part in parts]).tolist()
         host = None
-        if all(part.host_offsets is not None or not part.ids.is_cuda for part in parts):
-            host = _cat_offsets([part._offsets_on_host for part in parts], sizes)
-        offsets = _cat_offsets([part.offsets for part in parts], sizes)
-        whole = cls(torch.cat([part.ids for part in parts]), offsets, host)
-        if all(part._known_distinct for part in parts):
-            whole.__dict__["has_repeats"] = False
-        return whole
+        if all(part.known.host_offsets is not None or not part.ids.is_cuda for part in parts):
+            host = _cat_offsets([part._offsets_on_host for part in parts], starts)
+        offsets = _cat_offsets([part.offsets for part in parts], starts)
+        known = Known(host, distinct=all(part.known.distinct for part in parts))
+        return cls(torch.cat([part.ids for part in parts]), offsets, known)
 
     def to(self, device: torch.device | str) -> Support:
         """The same support on `device`; self when it is there already."""
         if self.ids.device == torch.device(device):
             return self
-        host = self.host_offsets if self.ids.device.type != "cpu" else self.offsets
-        moved = Support(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), host)
-        moved.__dict__.update(
-            {name: self.__dict__[name] for name in ("id_bounds", "has_repeats") if name in self.__dict__}
-        )
-        return moved
+        host = self.known.host_offsets if self.ids.device.type != "cpu" else self.offsets
+        ids, offsets = (tensor.to(device, non_blocking=True) for tensor in (self.ids, self.offsets))
+        found = vars(self)
+        distinct = self.known.distinct or found.get("has_repeats") is False
+        return Support(ids, offsets, Known(host, found.get("id_bounds", self.known.id_bounds), distinct))
 
     def select(self, rows: Tensor) -> Support:
         """The support made of these rows, in this order. rows: [R] int64 row numbers, or [T] bool; on the CPU they
         serve a support on any device that was made from host data, without waiting for it."""
-        return self._select(_row_numbers(rows, self.num_rows))[0]
+        offsets, host, numbers = self._take(_row_numbers(rows, self.num_rows))
+        return Support(self.ids[numbers], offsets, Known(host, distinct=self.known.distinct))
 
-    def active(self, rows: Tensor | None = None) -> ActiveRows:
+    def active(self, rows: Tensor | None = None) -> Active:
         """The rows of more than one id, only those among `rows` ([T] bool) when it is given.
 
         An id alone in its row has probability 1 whatever the logits are, and an empty row is no sum over pairs.
@@ -123,12 +115,6 @@ class Support:
         if rows is None:
             return self._active
         return self.remember("active", (rows,), lambda: self._restrict((rows & (self.counts > 1)).nonzero()[:, 0]))
-
-    def restrict(self, ids: range) -> tuple[Support, Tensor]:
-        """The same rows with only those pairs whose id is in `ids`, and their numbers [M]. Rows may become empty."""
-        inside = places_in(self.ids, ids)[1]
-        pairs = inside.nonzero()[:, 0]
-        return Support(self.ids[pairs], _cumulative(inside)[self.offsets]), pairs
 
     def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], R]) -> R:
         """`make()`, or what it gave last time under this name if these are the same inputs with the same values.
@@ -144,11 +130,7 @@ class Support:
 
     def target_positions(self, targets: Tensor) -> Tensor:
         """[T] int64: the number of the pair (t, targets[t]), -1 where row t does not hold its target."""
-        hit = self.ids == targets[self.row_index]
-        # Pairs that do not match write to a slot past the end, so no number of matches is asked of the device.
-        slots = torch.where(hit, self.row_index, self.num_rows)
-        positions = torch.full((self.num_rows + 1,), -1, dtype=torch.int64, device=self.ids.device)
-        return positions.scatter_(0, slots, torch.arange(self.num_pairs, device=self.ids.device))[:-1]
+        return self.pairs.positions(targets)
 
     def check(self, vocab_size: int, targets: Tensor | None = None) -> None:
         """Raise MaskError, naming the rows, for anything that makes these rows no supports of `targets`.
@@ -214,20 +196,20 @@ class Support:
         return self.offsets.diff()
 
     @cached_property
+    def pairs(self) -> Pairs:
+        """All of them."""
+        return Pairs(torch.arange(self.num_rows, device=self.ids.device), self.ids, self.offsets)
+
+    @property
     def row_index(self) -> Tensor:
         """[N] int64: the row of each pair."""
-        rows = torch.arange(self.num_rows, device=self.ids.device)
-        return torch.repeat_interleave(rows, self.counts, output_size=self.num_pairs)
-
-    @cached_property
-    def by_id(self) -> IdOrder:
-        """The pairs ordered by id, for sums over the rows that hold an id."""
-        order = _stable_order(self.ids)
-        return _id_order(order, self.ids[order], self.row_index[order])
+        return self.pairs.index
 
     @cached_property
     def id_bounds(self) -> tuple[int, int]:
         """The least and the greatest id, (0, -1) when there is none. Raises MaskError if the offsets don't add up."""
+        if self.known.id_bounds is not None:
+            return self.known.id_bounds
         host = self._offsets_on_host
         lengths = host.diff()
         if host[0] != 0 or host[-1] != self.num_pairs or bool((lengths < 0).any()):
@@ -244,6 +226,8 @@ class Support:
     @cached_property
     def has_repeats(self) -> bool:
         """Whether an id stands twice in some row."""
+        if self.known.distinct:
+            return False
         falls = (self.ids[1:] <= self.ids[:-1]) & (self.row_index[1:] == self.row_index[:-1])
         # Ascending rows, as masks have them, hold no id twice; others are sorted to see.
         return bool(falls.any()) and self._repeating_rows().numel() > 0
@@ -257,48 +241,38 @@ class Support:
     def _has_empty_rows(self) -> bool:
         return bool((self._offsets_on_host.diff() == 0).any())
 
-    @property
-    def _known_distinct(self) -> bool:
-        return self.__dict__.get("has_repeats") is False
-
     def _repeating_rows(self) -> Tensor:
-        by_id = self.by_id
-        ids = self.ids[by_id.order]
-        return by_id.rows[1:][(ids[1:] == ids[:-1]) & (by_id.rows[1:] == by_id.rows[:-1])]
+        order, index, _, _ = self.pairs.by_id
+        ids = self.ids[order]
+        return index[1:][(ids[1:] == ids[:-1]) & (index[1:] == index[:-1])]
 
     @cached_property
     def _offsets_on_host(self) -> Tensor:
-        if self.host_offsets is not None:
-            return self.host_offsets
-        return self.offsets.cpu()
+        return self.offsets.cpu() if self.known.host_offsets is None else self.known.host_offsets
 
     @cached_property
-    def _active(self) -> ActiveRows:
+    def _active(self) -> Active:
         return self._restrict((self._offsets_on_host.diff() > 1).nonzero()[:, 0])
 
-    def _restrict(self, rows: Tensor) -> ActiveRows:
+    def _restrict(self, rows: Tensor) -> Active:
         if rows.numel() == self.num_rows:
-            everything = torch.arange(self.num_pairs, device=self.ids.device)
-            return ActiveRows(rows.to(self.ids.device), self, everything)
-        support, pairs = self._select(rows)
-        if "by_id" in self.__dict__:
-            support.__dict__["by_id"] = _filter_order(self.by_id, self.ids, pairs, support.row_index)
-        return ActiveRows(rows.to(self.ids.device, non_blocking=True), support, pairs)
+            return Active(self.pairs, torch.arange(self.num_pairs, device=self.ids.device))
+        offsets, _, numbers = self._take(rows)
+        pairs = Pairs(rows.to(self.ids.device, non_blocking=True), self.ids[numbers], offsets)
+        if "by_id" in vars(self.pairs):
+            pairs = replace(pairs, order=self.pairs.by_id.subset(numbers, pairs.ids, pairs.index))
+        return Active(pairs, numbers)
 
-    def _select(self, rows: Tensor) -> tuple[Support, Tensor]:
-        device = self.ids.device
-        host = None
-        if rows.device.type == "cpu" and self.host_offsets is not None:
-            host = _cumulative(self.host_offsets.diff()[rows])
+    def _take(self, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Of a support of these rows: its offsets, they on the CPU if known, and the numbers of its pairs here."""
+        device, host = self.ids.device, None
+        if rows.device.type == "cpu" and self.known.host_offsets is not None:
+            host = offsets_of(self.known.host_offsets.diff()[rows])
         rows = rows.to(device, non_blocking=True)
-        offsets = _cumulative(self.counts[rows]) if host is None else host.to(device, non_blocking=True)
+        offsets = offsets_of(self.counts[rows]) if host is None else host.to(device, non_blocking=True)
         total = int((offsets if host is None else host)[-1])
-        pairs = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], offsets.diff(), output_size=total)
-        pairs += torch.arange(total, device=device)
-        selected = Support(self.ids[pairs], offsets, host)
-        if self._known_distinct:
-            selected.__dict__["has_repeats"] = False
-        return selected, pairs
+        numbers = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], offsets.diff(), output_size=total)
+        return offsets, host, numbers + torch.arange(total, device=device)
 
 
 class _Seen(NamedTuple):
@@ -338,49 +312,9 @@ def _row_numbers(rows: Tensor, num_rows: int) -> Tensor:
     return rows.nonzero().squeeze(1)
 
 
-def _cumulative(counts: Tensor) -> Tensor:
-    """The offsets of rows of these lengths."""
-    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    return offsets
-
-
 def _cat_offsets(parts: list[Tensor], starts: list[int]) -> Tensor:
     zero = torch.zeros(1, dtype=torch.int64, device=parts[0].device)
     return torch.cat([zero, *(part[1:] + start for part, start in zip(parts, starts, strict=False))])
-
-
-def _stable_order(ids: Tensor) -> Tensor:
-    """[N] int64: the stable sorting permutation of `ids`."""
-    if ids.device.type != "cpu":
-        return torch.sort(ids, stable=True).indices
-    # Sorting (id, position) packed in one integer is several times faster on a CPU than a sort that carries indices.
-    packed = (ids.numpy().astype(np.int64) << 32) | np.arange(ids.numel())
-    packed.sort()
-    packed &= 0xFFFFFFFF
-    return torch.from_numpy(packed)
-
-
-def _id_order(order: Tensor, sorted_ids: Tensor, rows: Tensor) -> IdOrder:
-    ids, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-    return IdOrder(order, rows, ids.to(torch.int64), _cumulative(counts))
-
-
-def _filter_order(whole: IdOrder, ids: Tensor, pairs: Tensor, row_index: Tensor) -> IdOrder:
-    """The order of a subset of pairs out of the order of all, which costs less than sorting again."""
-    numbers = torch.full((ids.numel(),), -1, dtype=torch.int64, device=ids.device)
-    numbers[pairs] = torch.arange(pairs.numel(), device=ids.device)
-    order = numbers[whole.order]
-    order = order[order >= 0]
-    return _id_order(order, ids[pairs[order]], row_index[order])
-
-
-def places_in(values: Tensor, ids: range) -> tuple[Tensor, Tensor]:
-    """The place of each value in `ids`, a block or shard of the vocabulary (0 where it has none), and whether it has
-    one."""
-    places = torch.div(values - ids.start, ids.step, rounding_mode="floor")
-    inside = (places >= 0) & (places < len(ids)) & (values == ids.start + places * ids.step)
-    return torch.where(inside, places, 0), inside
 
 
 def listed_rows(rows: Tensor) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from keepmask.errors import MaskError
 from keepmask.head.form import PairTransforms
 from keepmask.replay.history import LogitBias, TokenHistory
-from keepmask.replay.support import Support, listed_rows
+from keepmask.replay.support import listed_rows
 from keepmask.replay.turns import GREEDY_TEMPERATURE, NEUTRAL_PARAMS
 
 __all__ = ["LogitBias", "PairTransforms", "TokenHistory", "TokenTransforms"]
@@ -79,14 +79,13 @@ class TokenTransforms:
         if self.logit_bias is not None and bool((~(self.logit_bias.values < torch.inf)).any()):
             raise MaskError("logit_bias: must hold numbers below infinity; -inf takes an id away")
 
-    def at(self, support: Support) -> PairTransforms:
-        """The transforms of the N pairs of `support`, whose row t is token t; [N] each. No [T, V] table is made."""
-        rows = support.row_index
-        bias = None if self.logit_bias is None else self.logit_bias.at(rows, support.ids)
+    def at(self, index: Tensor, ids: Tensor) -> PairTransforms:
+        """The transforms of the pairs (token index[n], id ids[n]); [N] each. No [T, V] table is made."""
+        bias = None if self.logit_bias is None else self.logit_bias.at(index, ids)
         counts = None
         if self.history is not None and self._penalised:
-            counts = self.history.counts(rows, support.ids)
-        return self._combine(bias, counts, lambda values: values[rows])
+            counts = self.history.counts(index, ids)
+        return self._combine(bias, counts, lambda values: values[index])
 
     def dense(self, ids: range) -> PairTransforms:
         """The transforms of these ids in every row, [T, len(ids)] each: for the few rows that hold all of them."""

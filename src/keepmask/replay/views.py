@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ def counts_in(numbers: Tensor, ends: list[int]) -> tuple[int, ...]:
 def pairs_of(support: Support, rows: Tensor) -> Tensor:
     """[M] int64: the numbers of the pairs of these rows, in their order."""
     numbers = torch.arange(support.num_pairs, device=support.ids.device)
-    return Support(numbers, support.offsets, support.host_offsets).select(rows).ids
+    return replace(support, ids=numbers).select(rows).ids
 
 
 def scattered(values: Tensor, places: Tensor, size: int, fill: float) -> Tensor:
