@@ -46,7 +46,7 @@ def test_engine_and_replay_give_the_same_logits(form, dtype):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, E, generator=generator).to(dtype) for n in (T, V))
     bias = torch.randn(V, generator=generator).to(dtype)
-    linear = linear_layer([weight], bias)
+    linear = linear_layer([weight], [bias])
     ids, offsets = torch.arange(V, dtype=torch.int32).repeat(T), torch.arange(T + 1) * V
     engine = LMHead(hidden, linear, form)
     exact = engine.rescore(torch.arange(T), ids, offsets).view(T, V).double()
