@@ -230,6 +230,7 @@ def _trainer(config: TrainConfig, task: Task, held_out: list[Problem], output: P
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
+        dataloader_pin_memory=False,
     )
     rows = {"prompt": [problem.prompt for problem in problems], "number": list(range(len(problems)))}
     return ReplayGRPOTrainer(
