@@ -1,8 +1,10 @@
-"""`scripts/peers compare|masks|conform`: the real vLLM and SGLang, asked live."""
+"""`scripts/peers compare|masks|conform|clients`: the real vLLM and SGLang, asked live; other projects' clients."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -15,11 +17,13 @@ from forced_supports import PROFILE, forced, seen_on
 from peer_answers import Answer, Difference, Recording, compare, send, store
 from peer_requests import Asked, sglang_requests, vllm_requests
 from peer_servers import keepmask_server, peer_server, save_tiny
+from serving import Serving
 
 from keepmask.cli import main as keepmask
 from keepmask.models import bundled
 
 RECORDED = Path(__file__).parent / "recorded"
+CLIENTS = Path(__file__).parent / "clients"
 VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
 TABLES = {"vllm": vllm_requests, "sglang": sglang_requests}
 SETTINGS = {"vllm": ("plain", "masks"), "sglang": ("plain",)}
@@ -31,12 +35,16 @@ _ASKED = 0.8  # share of the forced distributions that must have been reached; t
 def main() -> int:
     """Run one of them; exits with 1 where something differs without a reason."""
     parser = argparse.ArgumentParser(prog="scripts/peers")
-    parser.add_argument("what", choices=("compare", "masks", "conform"))
-    parser.add_argument("peer", choices=tuple(TABLES))
+    parser.add_argument("what", choices=("compare", "masks", "conform", "clients"))
+    parser.add_argument("peer", choices=tuple(TABLES), nargs="?")
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
     parser.add_argument("--record", action="store_true", help="compare: keep the peer's answers for the tests")
     parser.add_argument("--number", type=int, default=60, help="masks: how many distributions")
     args = parser.parse_args()
+    if args.what == "clients":
+        return run_clients()
+    if args.peer is None:
+        parser.error("name a peer: vllm or sglang")
     if args.record and args.model != "tiny":
         parser.error("--record: the tests replay answers of the tiny model; leave --model out")
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +132,23 @@ def run_conform(args: argparse.Namespace, model: str) -> int:
         return keepmask(
             ["conform", url, "--api", args.peer, "--expect", expect, "--eos-token-id", eos, "--timeout", "300"]
         )
+
+
+def run_clients() -> int:
+    """Each client in its environment, on the packaged SmolLM2."""
+    engine = {"max_model_len": 512, "kv_cache_memory_bytes": 128 * 2**20}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment.pop("PYTHONPATH", None)
+    failed = 0
+    with Serving("smollm2-135m", engine=engine, served_model_name="served") as serving:
+        for script in sorted(CLIENTS.glob("*_client.py")):
+            name = script.stem.removesuffix("_client")
+            python = Path(os.environ["KEEPMASK_PEERS"]) / f"client-{name}" / "bin" / "python"
+            command = [python, script, serving.url, bundled.path("smollm2-135m")]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+            failed += done.returncode != 0
+            _print(f"{name}: {'held' if done.returncode == 0 else done.stderr[-2000:]}")
+    return 1 if failed else 0
 
 
 def _brief(value: object) -> str:
