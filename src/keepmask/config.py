@@ -25,8 +25,9 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    method: Literal["ngram", "siblings", "history"]
-    """What the next tokens are guessed by: the prompt and the completion itself, also its siblings, also the past."""
+    method: Literal["ngram", "siblings", "history", "draft_model"]
+    """What the next tokens are guessed by: the prompt and the completion itself, also its siblings, also the past; or
+    a smaller model of the same tokenizer."""
     num_speculative_tokens: int = Field(8, ge=1, le=64)
     """Most tokens guessed at a time; fewer are where more would not pay."""
     prompt_lookup_min: int = Field(2, ge=1, le=64)
@@ -35,6 +36,10 @@ class SpeculativeConfig(BaseModel):
     """How many of the latest tokens are compared to tell places apart."""
     rollouts: list[str] = Field(default_factory=list)
     """Rollout files of earlier epochs, for method history."""
+    model: str | None = None
+    """The smaller model, for method draft_model: a packaged name, a checkpoint folder, or a Hugging Face hub id."""
+    kv_cache_memory_bytes: int = Field(256 * 2**20, ge=1)
+    """Memory for the smaller model's keys and values."""
     max_history_bytes: int = Field(256 * 2**20, ge=0)
     """Memory for tokens of earlier completions, four bytes each; the prompts used longest ago are forgotten first."""
 
@@ -53,6 +58,8 @@ class SpeculativeConfig(BaseModel):
             )
         if self.rollouts and self.method != "history":
             raise ConfigError(f"rollouts: are for method='history', not method={self.method!r}")
+        if (self.model is not None) != (self.method == "draft_model"):
+            raise ConfigError(f"model={self.model!r} with method={self.method!r}: method='draft_model' has a model")
         return self
 
 

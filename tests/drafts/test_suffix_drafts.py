@@ -5,13 +5,14 @@ import pytest
 
 from keepmask.drafts import HistoryStore, SuffixDrafter
 from keepmask.outputs import Rollout
+from keepmask.params import SamplingParams
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
 def opened(drafter, *, seed=7, index=0, prompt=PROMPT):
     drafter.expect(prompt)
-    return drafter.open(prompt, seed=seed, completion_index=index)
+    return drafter.open(prompt, params=SamplingParams(), seed=seed, completion_index=index)
 
 
 def told(row, tokens):

@@ -21,6 +21,8 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, dim, to
 class Oracle:
     """Guesses what it was told of a seed and a completion, wrong with a given chance; tokens at random elsewhere."""
 
+    step_s = 0.0
+
     def __init__(self, told, wrong, seed=0):
         self.told, self.wrong, self.rng = told, wrong, np.random.default_rng(seed)
 
@@ -30,8 +32,11 @@ class Oracle:
     def release(self, _prompt):
         pass
 
-    def open(self, prompt_token_ids, *, seed, completion_index):
+    def open(self, prompt_token_ids, *, params, seed, completion_index):
         return OracleRow(self, self.told.get((seed, completion_index), []))
+
+    def propose(self, rows, most):
+        return [row.propose(count) for row, count in zip(rows, most, strict=True)]
 
 
 class OracleRow:
@@ -222,6 +227,8 @@ def test_each_method_gives_the_same_tokens_in_fewer_steps(plain, speculative, me
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"method": "draft_model"}, "model=None with method='draft_model'"),
+        ({"method": "ngram", "model": "smollm2-135m"}, "model='smollm2-135m' with method='ngram'"),
         ({"method": "eagle"}, "method='eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         ({"method": "ngram", "rollouts": ["a.parquet"]}, "rollouts: are for method='history'"),

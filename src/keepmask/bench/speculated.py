@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from keepmask.bench.machine import machine_facts
 from keepmask.bench.timing import Row, arguments, quantiles, report
 from keepmask.config import SpeculativeConfig
-from keepmask.drafts import DraftRow, HistoryStore, StepCost, SuffixDrafter
+from keepmask.drafts import HistoryStore, StepCost, SuffixDrafter
 from keepmask.engine.speculation import Speculation, measured_cost
 from keepmask.llm import LLM
 from keepmask.outputs import RequestOutput
@@ -61,6 +61,8 @@ QUICK = Sizes(rounds=1, requests=(1, 2), output=12)
 class Never:
     """A drafter whose guesses are ids that are never drawn."""
 
+    step_s = 0.0
+
     def __init__(self, token_id: int) -> None:
         self._token_id = token_id
 
@@ -70,23 +72,22 @@ class Never:
     def release(self, prompt_token_ids: Sequence[int]) -> None:
         """Nothing to give up."""
 
-    def open(self, prompt_token_ids: Sequence[int], *, seed: int, completion_index: int) -> DraftRow:
+    def open(
+        self, prompt_token_ids: Sequence[int], *, params: SamplingParams, seed: int, completion_index: int
+    ) -> NeverRow:
         """A row, which is the same for all."""
-        return NeverRow(self._token_id)
+        return NeverRow()
+
+    def propose(self, rows: Sequence[NeverRow], most: Sequence[int]) -> list[list[int]]:
+        """The id, as often as is asked for."""
+        return [[self._token_id] * count for count in most]
 
 
 class NeverRow:
-    """Guesses one id again and again."""
-
-    def __init__(self, token_id: int) -> None:
-        self._token_id = token_id
+    """Knows nothing."""
 
     def append(self, token_id: int) -> None:
         """Whatever is drawn."""
-
-    def propose(self, most: int) -> list[int]:
-        """The id, as often as is asked for."""
-        return [self._token_id] * most
 
     def close(self) -> None:
         """Nothing to give up."""

@@ -70,11 +70,13 @@ class Acceptance:
         self._tries *= self._kept
 
 
-def draft_lengths(rates: Sequence[float], most: Sequence[int], num_rows: int, cost: StepCost) -> list[int]:
+def draft_lengths(
+    rates: Sequence[float], most: Sequence[int], num_rows: int, cost: StepCost, per_guess_s: float = 0.0
+) -> list[int]:
     """How many of each completion's proposed tokens to verify, so that a step's tokens a second are the most.
 
     rates: the chance of one proposed token, by completion. most: tokens proposed. num_rows: rows of the step without
-    drafts, of which len(rates) draw.
+    drafts, of which len(rates) draw. per_guess_s: seconds that a guess takes beside its row.
     """
     chances = [(rate**length, at) for at, rate in enumerate(rates) for length in range(1, most[at] + 1)]
     chances.sort(key=lambda pair: -pair[0])  # stable: a completion's tokens stay in their order
@@ -82,7 +84,7 @@ def draft_lengths(rates: Sequence[float], most: Sequence[int], num_rows: int, co
     best, kept = tokens / cost(num_rows), 0
     for count, (chance, _) in enumerate(chances, 1):
         tokens += chance
-        speed = tokens / cost(num_rows + count)
+        speed = tokens / (cost(num_rows + count) + count * per_guess_s)
         if speed > best:
             best, kept = speed, count
     lengths = [0] * len(rates)

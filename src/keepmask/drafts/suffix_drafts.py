@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepmask.drafts.history_store import HistoryStore
 from keepmask.drafts.suffix_index import Place, SuffixIndex
+from keepmask.params import SamplingParams
 
-__all__ = ["DraftRow", "Drafter", "SuffixDrafter", "SuffixMethod"]
+__all__ = ["DraftRow", "Drafter", "SuffixDrafter", "SuffixMethod", "SuffixRow"]
 
 SuffixMethod = Literal["ngram", "siblings", "history"]
 
@@ -33,15 +34,18 @@ class DraftRow(Protocol):
     def append(self, token_id: int) -> None:
         """Account for a token that was drawn."""
 
-    def propose(self, most: int) -> list[int]:
-        """At most `most` guesses at the next tokens; none where there is nothing to go by."""
-
     def close(self) -> None:
         """The completion has ended."""
 
 
-class Drafter(Protocol):
-    """Opens a row for every completion."""
+Row = TypeVar("Row", bound=DraftRow)
+
+
+class Drafter(Protocol[Row]):
+    """Opens a row for every completion, and guesses what comes next in several at a time."""
+
+    step_s: float
+    """Seconds that one more guess in each row takes; 0 where it takes next to nothing."""
 
     def expect(self, prompt_token_ids: Sequence[int]) -> None:
         """A request with this prompt is queued."""
@@ -49,8 +53,11 @@ class Drafter(Protocol):
     def release(self, prompt_token_ids: Sequence[int]) -> None:
         """A request with this prompt has ended; one call for one of `expect`."""
 
-    def open(self, prompt_token_ids: Sequence[int], *, seed: int, completion_index: int) -> DraftRow:
+    def open(self, prompt_token_ids: Sequence[int], *, params: SamplingParams, seed: int, completion_index: int) -> Row:
         """The row of a completion without tokens so far."""
+
+    def propose(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+        """At most `most` guesses at the next tokens of each row; none where there is nothing to go by."""
 
 
 class SuffixDrafter:
@@ -59,6 +66,8 @@ class SuffixDrafter:
     shortest, longest: how many of the latest tokens must, and may, agree with a place of the index; a place where more
     agree is preferred, then a later one. history: for the method of that name; completions that end are put into it.
     """
+
+    step_s = 0.0
 
     def __init__(
         self, method: SuffixMethod, *, shortest: int = 2, longest: int = 8, history: HistoryStore | None = None
@@ -85,11 +94,13 @@ class SuffixDrafter:
             del self._expected[key]
             self._groups.pop(key, None)
 
-    def open(self, prompt_token_ids: Sequence[int], *, seed: int, completion_index: int) -> DraftRow:
-        """The row of a completion without tokens so far."""
+    def open(
+        self, prompt_token_ids: Sequence[int], *, params: SamplingParams, seed: int, completion_index: int
+    ) -> SuffixRow:
+        """The row of a completion without tokens so far. params: say nothing of what follows."""
         name, history = (seed, completion_index), self._history
         if self.method == "ngram":
-            return _SuffixRow(self._group(prompt_token_ids), name, lambda _: None)
+            return SuffixRow(self._group(prompt_token_ids), name, lambda _: None)
         key = tuple(prompt_token_ids)
         assert key in self._expected
         group = self._groups.get(key) or self._groups.setdefault(key, self._group(prompt_token_ids))
@@ -98,7 +109,11 @@ class SuffixDrafter:
             if history is not None:
                 history.put(prompt_token_ids, name, token_ids)
 
-        return _SuffixRow(group, name, end)
+        return SuffixRow(group, name, end)
+
+    def propose(self, rows: Sequence[SuffixRow], most: Sequence[int]) -> list[list[int]]:
+        """What followed in the place that each row follows."""
+        return [row.propose(count) for row, count in zip(rows, most, strict=True)]
 
     def _group(self, prompt_token_ids: Sequence[int]) -> _Group:
         index = SuffixIndex(shortest=self._shortest, longest=self._longest)
@@ -130,7 +145,7 @@ class _Group:
         return self.index[number][len(self._lead) :]
 
 
-class _SuffixRow:
+class SuffixRow:
     """Follows a place of the index as long as its tokens are the drawn ones, then looks for another."""
 
     __slots__ = ("_end", "_group", "_index", "_number", "_place")
@@ -141,6 +156,7 @@ class _SuffixRow:
         self._number = group.add()
 
     def append(self, token_id: int) -> None:
+        """Account for a token that was drawn."""
         if self._place is not None:
             number, at = self._place
             followed = self._index[number][at : at + 1] == [token_id]
@@ -148,6 +164,7 @@ class _SuffixRow:
         self._index.append(self._number, token_id)
 
     def propose(self, most: int) -> list[int]:
+        """At most `most` tokens that followed in its place."""
         if self._place is None or self._place[1] >= len(self._index[self._place[0]]):
             self._place = self._index.find(self._number)
             if self._place is None:
@@ -161,4 +178,5 @@ class _SuffixRow:
         return draft
 
     def close(self) -> None:
+        """The completion has ended."""
         self._end(self._group.output(self._number))

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
+from typing import Any
 
 from keepmask.config import EngineConfig, SpeculativeConfig
 from keepmask.drafts import Acceptance, Drafter, DraftRow, HistoryStore, StepCost, SuffixDrafter, draft_lengths
+from keepmask.engine.draft_model import ModelDrafter
 from keepmask.engine.model_runner import ModelRunner
 from keepmask.engine.probe import ProbeChunk, ProbeSequence
 from keepmask.engine.request import Completion, Request
@@ -44,7 +46,7 @@ class Speculation:
     and those of them that were drawn.
     """
 
-    def __init__(self, config: SpeculativeConfig, drafter: Drafter, cost: StepCost) -> None:
+    def __init__(self, config: SpeculativeConfig, drafter: Drafter[Any], cost: StepCost) -> None:
         self.num_drafted = 0
         self.num_accepted = 0
         self._most = config.num_speculative_tokens
@@ -59,10 +61,12 @@ class Speculation:
         room: rows that may be added at most.
         """
         guessing = [self._guessing(completion) for completion in completions]
-        proposed = [
-            entry.row.propose(self._limit(completion)) for entry, completion in zip(guessing, completions, strict=True)
-        ]
-        rates = [entry.acceptance.rate for entry in guessing]
+        rates, rows = [entry.acceptance.rate for entry in guessing], [entry.row for entry in guessing]
+        lengths = [self._limit(completion) for completion in completions]
+        per_guess_s = self._drafter.step_s / max(1, len(rows))
+        if per_guess_s:  # a guess costs more than its row: first see whether it pays
+            lengths = draft_lengths(rates, lengths, num_rows, self._cost, per_guess_s)
+        proposed = self._drafter.propose(rows, lengths)
         lengths = draft_lengths(rates, [len(draft) for draft in proposed], num_rows, self._cost)
         drafts = []
         for entry, draft, length in zip(guessing, proposed, lengths, strict=True):
@@ -99,7 +103,9 @@ class Speculation:
     def _guessing(self, completion: Completion) -> _Guessing:
         if (entry := self._open.get(completion)) is None:
             request = completion.request
-            row = self._drafter.open(request.prompt_token_ids, seed=request.seed, completion_index=completion.index)
+            row = self._drafter.open(
+                request.prompt_token_ids, params=request.params, seed=request.seed, completion_index=completion.index
+            )
             entry = self._open[completion] = _Guessing(row, Acceptance(self._acceptance))
         entry.tell(completion.token_ids)
         return entry
@@ -111,11 +117,14 @@ class Speculation:
         return min(self._most, params.max_tokens - len(completion.token_ids) - 1)
 
 
-def speculation_of(config: EngineConfig, runner: ModelRunner) -> Speculation | None:
+def speculation_of(config: EngineConfig, runner: ModelRunner, tokenizer: Any) -> Speculation | None:
     """What the engine's configuration asks for."""
     wanted = config.speculative_config
     if wanted is None:
         return None
+    cost = measured_cost(runner, config.max_num_batched_tokens)
+    if wanted.method == "draft_model":
+        return Speculation(wanted, ModelDrafter(config, wanted, runner.vocab_size, tokenizer), cost)
     history = None
     if wanted.method == "history":
         history = HistoryStore(max_bytes=wanted.max_history_bytes)
@@ -124,7 +133,7 @@ def speculation_of(config: EngineConfig, runner: ModelRunner) -> Speculation | N
     drafter = SuffixDrafter(
         wanted.method, shortest=wanted.prompt_lookup_min, longest=wanted.prompt_lookup_max, history=history
     )
-    return Speculation(wanted, drafter, measured_cost(runner, config.max_num_batched_tokens))
+    return Speculation(wanted, drafter, cost)
 
 
 def measured_cost(runner: ModelRunner, most: int) -> StepCost:

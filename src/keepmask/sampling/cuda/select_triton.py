@@ -242,7 +242,6 @@ def collect(
     if tl.load(params_ptr + WEIGHS) != 0:
         parts = real(tl.load(at + TILE_WEIGHT * num_tiles, mask=real_tile, other=0))
         total = tl.sum(tl.where(parts > 0, parts * tl.exp(value_of_key(tops).to(tl.float64) - highest), 0.0), 0)
-
     (logits_ptr, stride, V), (reach_ptr, num_groups, list_ptr), (z_ptr, ids_ptr, capacity) = source, groups, out
     whole, noise = tl.load(params_ptr + WHOLE), noise_of(params_ptr)
     row = (
