@@ -196,6 +196,7 @@ def test_without_replay_log_probabilities_are_over_the_whole_vocabulary(tiny_wit
     ({"options": {"environment_factory": object}}, "environment_factory: TRL draws"),
     ({"rollouts": "vllm"}, "rollouts='vllm': must be 'embedded'"),
     ({"importance_correction": "tis"}, "importance_correction='tis': must be none, token_truncate"),
+    ({"importance_correction": "token_mask", "loss_type": "vespo"}, "vespo takes one advantage a sequence"),
     ({"importance_cap": 0.0}, "importance_cap=0.0 must be positive"),
     ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
 ])  # fmt: skip

@@ -77,6 +77,11 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ConfigError(
                 f"importance_correction={self.importance_correction!r}: must be none, {', '.join(_CORRECTIONS)}"
             )
+        if self.importance_correction != "none" and self.loss_type == "vespo":
+            raise ConfigError(
+                f"importance_correction={self.importance_correction!r}: vespo takes one advantage a sequence, so its "
+                "tokens have no weights of their own; set it to none, or take another loss_type"
+            )
         if self.importance_cap <= 0 or self.mass_samples < 0:
             raise ConfigError(
                 f"importance_cap={self.importance_cap} must be positive, mass_samples={self.mass_samples} not negative"
