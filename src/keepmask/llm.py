@@ -235,6 +235,11 @@ class LLM:
         """Of the weights that draw the next token."""
         return self.engine.weight_version
 
+    def weight_checksums(self) -> dict[str, str]:
+        """The SHA-256 of every weight, by its name in the model's state dict."""
+        with self._turns:
+            return self.engine.weight_checksums()
+
     def close(self) -> None:
         """End every request under way. The engine goes with the object."""
         with self._turns:

@@ -1,1 +1,1 @@
-"""Clients of servers that roll out: this package's own, and vLLM's, over HTTP."""
+"""Who draws for a trainer: clients of servers, several of them as one, and Ray's actors (`base.Rollouts`)."""

@@ -13,7 +13,7 @@ from keepmask.params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Rollouts", "weight_parts"]
+__all__ = ["Rollouts", "tied_once", "weight_parts"]
 
 _PART_BYTES = 64 * 2**20  # of weights that travel in one request
 
@@ -61,12 +61,8 @@ def weight_parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
     import safetensors.torch  # loads torch
 
     part: dict[str, Tensor] = {}
-    size, seen = 0, set()
-    for name, tensor in weights:
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place in seen:
-            continue
-        seen.add(place)
+    size = 0
+    for name, tensor in tied_once(weights):
         part[name] = tensor.detach().cpu().contiguous().clone()
         size += tensor.nbytes
         if size >= _PART_BYTES:
@@ -74,3 +70,13 @@ def weight_parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
             part, size = {}, 0
     if part:
         yield safetensors.torch.save(part)
+
+
+def tied_once(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Without those that are another name of a tensor before them."""
+    seen = set()
+    for name, tensor in weights:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in seen:
+            seen.add(place)
+            yield name, tensor

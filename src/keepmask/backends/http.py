@@ -139,6 +139,11 @@ class Client:
         """Of the weights that draw the next token."""
         return str(self.get("/weight_info")["weight_version"])
 
+    def weight_checksums(self) -> dict[str, str]:
+        """The SHA-256 of every weight, by its name in the model's state dict."""
+        told = self.post("/weight_checker", {"action": "checksum"})
+        return dict(told["checksums"])
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each is answered with what it has."""
         self.post(_ABORT, {"request_ids": list(request_ids)})
