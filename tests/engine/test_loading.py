@@ -2,9 +2,11 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import plain
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FalconConfig
 
 import tiny
 from keepmask import LLM, ConfigError, EngineConfig, SamplingParams
@@ -42,6 +44,13 @@ def copied(tiny_checkpoint, tmp_path):
         ("bloom", {}, "do not go through transformers' attention interface"),
         ("bert", {"num_key_value_heads": 4}, "standard deviations"),  # looks ahead
         ("biogpt", {}, "is not supported"),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global", "local"], 1]]},
+            "do not go through transformers' attention interface",
+        ),
+        ("stablelm", {}, "does not hand its caller's arguments on to the attention interface"),
+        ("nemotron", {}, "does not hand its caller's arguments on to the attention interface"),
     ],
 )
 def test_architectures_that_cannot_run_on_the_cache_are_refused_by_name(tmp_path, architecture, changes, says):
@@ -322,3 +331,21 @@ def test_a_context_beyond_the_models_is_refused(tiny_checkpoint):
 def test_by_default_the_cache_holds_no_more_than_can_be_used(tiny_checkpoint):
     llm = load(tiny_checkpoint("llama"), kv_cache_memory_bytes=None, max_num_seqs=3, max_model_len=100)
     assert llm.engine.stats().num_blocks == 3 * 7
+
+
+@pytest.mark.parametrize("changes", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"alibi": True}])
+def test_falcon_is_refused_by_name(tmp_path, changes):
+    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoModelForCausalLM.from_config(FalconConfig(**shape, **changes)).save_pretrained(tmp_path)
+    assert "(falcon): is not supported: its layers do not go through transformers' attention" in refusal(tmp_path)
+
+
+def test_layers_may_differ_in_the_size_of_their_heads(tmp_path):
+    llm = load(tiny.save(tmp_path, "gemma4_text", global_head_dim=32), kv_cache_memory_bytes=2**22)
+    assert [layer.keys.shape[2] for layer in llm.engine.runner.cache.layers] == [16, 32]
+    ids = list(range(5, 30))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    want = torch.from_numpy(plain.logits(tmp_path, ids)).log_softmax(-1)
+    for at, entry in enumerate(output.prompt_logprobs[1:]):
+        assert abs(entry[ids[at + 1]].logprob - float(want[at, ids[at + 1]])) < 1e-4

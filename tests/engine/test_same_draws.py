@@ -1,10 +1,18 @@
 """A request with a seed draws the same tokens from the same supports, whatever goes on around it."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tiny
-from keepmask import SamplingParams
+from keepmask import LLM, SamplingParams
+from keepmask.compiled.processor import VARIABLE, available
 
 PARAMS = SamplingParams(
     max_tokens=40,
@@ -39,7 +47,7 @@ def generate(llm, prompts, params=PARAMS):
 
 
 def assert_same(one, other, masks=True):
-    """The same draws; log-probs to rounding, because other kernels may have computed the logits."""
+    """The same draws, supports and log-probs, to the bit."""
     assert len(one.outputs) == len(other.outputs)
     for mine, theirs in zip(one.outputs, other.outputs, strict=True):
         assert mine.token_ids == theirs.token_ids
@@ -47,11 +55,10 @@ def assert_same(one, other, masks=True):
         for left, right in zip(mine.logprobs, theirs.logprobs, strict=True):
             assert list(left) == list(right)
             for entry, match in zip(left.values(), right.values(), strict=True):
-                assert entry.rank == match.rank
-                assert entry.logprob == pytest.approx(match.logprob, abs=1e-4)
+                assert (entry.rank, entry.logprob) == (match.rank, match.logprob)
         if masks:
             assert mine.sampling_mask.token_ids == theirs.sampling_mask.token_ids
-            assert np.abs(mine.sampling_mask.logprobs - theirs.sampling_mask.logprobs).max() < 1e-4
+            assert np.array_equal(mine.sampling_mask.logprobs, theirs.sampling_mask.logprobs)
 
 
 def test_the_supports_of_these_tests_are_neither_whole_nor_single(llm):
@@ -190,3 +197,84 @@ def test_requests_without_a_seed_are_reproducible_in_order_of_arrival(tiny_check
     assert one[0].outputs[0].token_ids != other[0].outputs[0].token_ids
     (named,) = generate(fresh(3), prompt(0), params.replace(seed=one[0].seed))
     assert named.outputs[0].token_ids == one[0].outputs[0].token_ids
+
+
+# ---------------------------------------------------------------- random schedules
+
+LENGTHS = (1, 17, 40, 96, 530)
+KINDS = [("float32", "plain"), *(("bfloat16", name) for name in available())]
+FEW = PARAMS.replace(max_tokens=4, n=2)
+MAX_LEN = 640
+
+schedules = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 16, 24]),
+        "max_num_batched_tokens": st.sampled_from([9, 200, 2048]),
+        "max_num_seqs": st.sampled_from([1, 3, 64]),
+        "tokens": st.sampled_from([MAX_LEN + 64, 50_000]),  # that the cache has room for
+    }
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Engines of one type on some instructions."""
+
+    make: Callable[..., LLM]
+    alone: Callable[[int], object]
+    """What the prompt at this place gives when nothing else was ever computed."""
+
+
+@pytest.fixture(scope="module")
+def long_checkpoint(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("long"), "qwen3", max_position_embeddings=MAX_LEN)
+
+
+@pytest.fixture(params=KINDS, ids="-".join)
+def kind(request, long_checkpoint, monkeypatch):
+    dtype, instructions = request.param
+    monkeypatch.setenv(VARIABLE, instructions)
+    token_bytes = 2 * 2 * 2 * 16 * (4 if dtype == "float32" else 2)  # layers, keys and values, heads, dim
+
+    def make(*, tokens, block_size=16, **options):
+        given = {"dtype": dtype, "device": "cpu", "skip_tokenizer_init": True, "block_size": block_size}
+        given |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
+        room = -(-tokens // block_size) * block_size * token_bytes
+        return LLM(str(long_checkpoint), kv_cache_memory_bytes=room, **given | options)
+
+    own = make(tokens=4096)
+
+    @functools.cache
+    def alone(at):
+        own.engine.reset_prefix_cache()
+        return generate(own, prompt(at, LENGTHS[at]), FEW)[0]
+
+    return Kind(make, alone)
+
+
+def test_no_schedule_changes_a_bit(kind):
+    before = torch.get_num_threads()
+
+    @settings(max_examples=6)
+    @given(
+        schedule=schedules,
+        order=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+        threads=st.sampled_from([1, 2, 4]),
+    )
+    def check(schedule, order, threads):
+        torch.set_num_threads(threads)
+        llm = kind.make(**schedule)
+        for at, output in zip(order, generate(llm, [prompt(at, LENGTHS[at]) for at in order], FEW), strict=True):
+            assert_same(output, kind.alone(at))
+
+    try:
+        check()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_batch_of_128_changes_no_bit(kind):
+    order = [at % 4 for at in range(128)]
+    outputs = generate(kind.make(tokens=50_000), [prompt(at, LENGTHS[at]) for at in order], FEW)
+    for at, output in zip(order, outputs, strict=True):
+        assert_same(output, kind.alone(at))

@@ -23,6 +23,7 @@ __all__ = [
     "device_of",
     "dtype_of",
     "eos_token_ids",
+    "layer_settings",
     "load_model",
     "load_tokenizer",
     "unmapped_token_ids",
@@ -90,6 +91,11 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype) -
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):  # looked up among its own attentions
+            raise ConfigError(
+                f"model {config.model!r} ({settings.model_type}): is not supported: its layers do not go through "
+                "transformers' attention interface"
+            ) from error
         where = "" if source == config.model else f" from {source}"
         raise ConfigError(f"model {config.model!r}: cannot be loaded{where}: {_reason(error)}; {_LEGAL}") from error
     if missing := sorted(found["missing_keys"]):
@@ -176,6 +182,11 @@ def unmapped_token_ids(config: EngineConfig, tokenizer: Any | None, vocab_size: 
     return tuple(sorted(set(range(vocab_size)) - set(tokenizer.get_vocab().values())))
 
 
+def layer_settings(text: Any, layer_idx: int) -> Any:
+    """The config of one layer: transformers refuses to read, from a model's, what differs from layer to layer."""
+    return text.per_layer_config[layer_idx] if getattr(text, "is_heterogeneous", False) else text
+
+
 def _reason(error: Exception) -> str:
     """What an exception says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
@@ -187,7 +198,7 @@ def _refuse_unsupported(name: str, settings: Any) -> None:
         raise ConfigError(f"model {name!r} ({settings.model_type}): encoder-decoder models are not supported")
     text = settings.get_text_config()
     for field in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if not isinstance(getattr(text, field, None), int):
+        if not isinstance(getattr(layer_settings(text, 0), field, None), int):
             raise ConfigError(
                 f"model {name!r} ({settings.model_type}): its config has no single {field}; only decoders whose layers "
                 "are all attention of one shape are supported"

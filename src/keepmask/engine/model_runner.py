@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepmask.config import EngineConfig
-from keepmask.engine.loading import copy_model, device_of, dtype_of, load_model
+from keepmask.engine.loading import copy_model, device_of, dtype_of, layer_settings, load_model
 from keepmask.engine.probe import ModelProbe, ProbeChunk
 from keepmask.engine.scheduler import BlockCopy
 from keepmask.errors import ConfigError
@@ -179,11 +179,14 @@ def _max_model_len(config: EngineConfig, settings: Any) -> int:
 
 def _kv_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
     """(Hkv, D) of each attention layer."""
-    settings = model.config.get_text_config()
-    heads = settings.num_attention_heads
-    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
-    dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-    return [(int(kv_heads), int(dim))] * int(settings.num_hidden_layers)
+    text = model.config.get_text_config()
+    shapes = []
+    for layer_idx in range(text.num_hidden_layers):
+        layer = layer_settings(text, layer_idx)
+        heads = layer.num_attention_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        shapes.append((int(kv_heads), int(getattr(layer, "head_dim", None) or layer.hidden_size // heads)))
+    return shapes
 
 
 def _num_blocks(config: EngineConfig, device: torch.device, block_bytes: int, max_model_len: int) -> int:

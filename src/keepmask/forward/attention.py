@@ -111,13 +111,17 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    keepmask: AttentionContext,
+    keepmask: AttentionContext | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] to ([1, T, Hq, D], None)."""
+    if keepmask is None:
+        raise ConfigError(
+            f"{type(module).__name__}: does not hand its caller's arguments on to the attention interface"
+        )
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"{type(module).__name__}: {what} are not supported")
