@@ -17,6 +17,7 @@ from keepmask.forward.decoder_layer import Layer, Norm, is_usual, layer_of
 from keepmask.forward.layer_ops import fastest
 from keepmask.forward.linear import Linear, is_compiled
 from keepmask.forward.paged_attention import compiled_for
+from keepmask.forward.rotation import Rotation
 
 if TYPE_CHECKING:
     from keepmask.forward.decoder_program import DecoderProgram
@@ -33,10 +34,14 @@ class Decoder:
         self._base = model.base_model
         self._layers, self._max_num_tokens = layers, max_num_tokens
         self._norm = Norm.of(self._base.norm)
+        self._rotation = Rotation(self._base.rotary_emb, model.get_input_embeddings().weight)
         first, parameter = layers[0], model.get_input_embeddings().weight
-        widths = (parameter.shape[1], first.head_dim, first.gate.out_features)
-        self._ops = fastest(parameter.device, parameter.dtype, *widths)
-        self._is_compiled = self._ops is not layer_ops and all(is_compiled(linear) for linear in self.linears)
+        kind = parameter.device, parameter.dtype
+        self._ops = fastest(*kind, parameter.shape[1], first.gate.out_features)
+        self._head_ops = fastest(*kind, first.head_dim)
+        self._is_compiled = layer_ops not in (self._ops, self._head_ops) and all(
+            is_compiled(linear) for linear in self.linears
+        )
         self._program: DecoderProgram | None = None
         self._latest: DecoderProgram | None = None
 
@@ -56,14 +61,14 @@ class Decoder:
     def __call__(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states [T, E] of tokens [T] at positions [T]."""
         x = self._base.embed_tokens(input_ids)
-        cos, sin = (part[0].contiguous() for part in self._base.rotary_emb(x[None], positions[None]))
+        cos, sin = self._rotation(positions)
         self._latest = self._program_for(context, x.shape[0])
         if self._latest is not None:
             return self._latest(x, cos, sin, context.batch)
         ops, update = self._ops, None
         for layer in self._layers:
             y = self._normed(x, update, layer.attention_norm)
-            y = self._normed(x, layer.attend(y, cos, sin, context, ops), layer.mlp_norm)
+            y = self._normed(x, layer.attend(y, cos, sin, context, self._head_ops), layer.mlp_norm)
             update = layer.down(ops.silu_mul(layer.gate(y), layer.up(y)))
         return self._normed(x, update, self._norm)
 
