@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from keepmask.config import EngineConfig
 from keepmask.engine.core import Engine
+from keepmask.engine.fair_turns import Turns
 from keepmask.engine.prompts import Prompt, Prompts
 from keepmask.engine.request import Request
-from keepmask.engine.turns import Turns
 from keepmask.errors import EngineError, RequestError
 from keepmask.messages import Message, read_messages, render_chat
 from keepmask.outputs import RequestOutput, Rollout

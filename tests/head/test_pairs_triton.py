@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from replay_cases import ROUNDOFF, score_error
-from test_pairs import Case, T, V, rounded
+from test_pair_products import Case, T, V, rounded
 
-from keepmask.head import pairs
+from keepmask.head import pair_products
 from keepmask.head.form import HeadForm, PairTransforms
-from keepmask.head.pairs import Pairs, triton_can_read
+from keepmask.head.pair_products import triton_can_read
+from keepmask.head.pairs import Pairs
 
 pytestmark = pytest.mark.skipif(
     not triton_can_read(torch.zeros(1, 1, device="cuda" if torch.cuda.is_available() else "cpu")),
@@ -99,11 +100,11 @@ def test_gradients_are_those_of_the_definition(dtype, size):
     p = Case(size, dtype)
     out = torch.full((T, size), torch.nan, dtype=dtype, device=DEVICE)
     some = Pairs(*map(on_device, (p.rows, p.ids, p.offsets)))
-    pairs.hidden_gradient(out, on_device(p.grad), on_device(p.weight), some, max_pairs=9, impl="triton")
+    pair_products.hidden_gradient(out, on_device(p.grad), on_device(p.weight), some, max_pairs=9, impl="triton")
     want = p.hidden_gradient()
     assert ((out.cpu().double() - want).abs() <= rounded(want, dtype)).all()
     total = torch.ones(V, size, device=DEVICE)
-    pairs.add_weight_gradient(total, on_device(p.grad), on_device(p.hidden), some, impl="triton")
+    pair_products.add_weight_gradient(total, on_device(p.grad), on_device(p.hidden), some, impl="triton")
     want = 1 + p.weight_gradient()
     assert ((total.cpu().double() - want).abs() <= rounded(want, torch.float32)).all()
 
@@ -168,7 +169,7 @@ def test_the_weight_gradient_is_the_same_bits_each_time():
     results = []
     for _ in range(3):
         out = torch.zeros(60, 512, device="cuda")
-        pairs.add_weight_gradient(out, grad, hidden, some, impl="triton")
+        pair_products.add_weight_gradient(out, grad, hidden, some, impl="triton")
         results.append(out)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -6,7 +6,8 @@ from replay_cases import gradient_error, logit_error, score_error, score_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keepmask.head import pairs
+from keepmask.head import pair_products
+from keepmask.head.pairs import Pairs
 from keepmask.replay.support import Support
 
 IMPLS = ["gather", "numba", "dense"]
@@ -152,11 +153,11 @@ def test_a_row_wider_than_what_is_converted_at_a_time_is_converted_in_parts():
     E, K, max_pairs = 32, 5000, 64
     weight, hidden = torch.randn(K, E).bfloat16(), torch.randn(3, E).bfloat16()
     ids, offsets = torch.arange(K).repeat(2), torch.tensor([0, K, K, 2 * K])
-    some, grad = pairs.Pairs(torch.arange(3), ids, offsets), torch.randn(2 * K)
+    some, grad = Pairs(torch.arange(3), ids, offsets), torch.randn(2 * K)
     out = torch.zeros(3, E)
     with Watch() as watch:
-        logits = pairs.pair_logits(hidden, weight, some, max_pairs=max_pairs, impl="gather")
-        pairs.hidden_gradient(out, grad, weight, some, max_pairs=max_pairs, impl="gather")
+        logits = pair_products.pair_logits(hidden, weight, some, max_pairs=max_pairs, impl="gather")
+        pair_products.hidden_gradient(out, grad, weight, some, max_pairs=max_pairs, impl="gather")
     assert watch.largest <= 2 * K  # one number a pair, not E
     want = hidden.double()[[0, 2]] @ weight.double().T
     torch.testing.assert_close(logits.double(), want.flatten(), rtol=0, atol=logit_error(E, want.abs().max().item()))

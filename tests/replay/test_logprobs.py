@@ -530,7 +530,7 @@ def test_numba_is_optional(monkeypatch):
     problem = Problem(16)
     arguments = (problem.hidden, problem.weight, problem.targets, problem.support)
     want = score_rows(*arguments, impl="reference").logprobs
-    monkeypatch.setattr("keepmask.head.pairs._has_numba", lambda: False)
+    monkeypatch.setattr("keepmask.head.pair_products._has_numba", lambda: False)
     torch.testing.assert_close(score_rows(*arguments).logprobs, want, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match='impl="numba": needs numba'):
         score_rows(*arguments, impl="numba")

@@ -22,7 +22,8 @@ from keepmask.forward.decoder import Decoder
 from keepmask.forward.forward_batch import ChunkT, ForwardBatch
 from keepmask.forward.linear import Linear, compile_linears, linear_layer
 from keepmask.head.form import HeadForm
-from keepmask.head.pairs import Impl, Pairs, numba_can_read, pair_logits
+from keepmask.head.pair_products import Impl, numba_can_read, pair_logits
+from keepmask.head.pairs import Pairs
 
 __all__ = ["LMHead", "ModelRunner"]
 

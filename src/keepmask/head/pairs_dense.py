@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from keepmask.head.pairs import Pairs, wide
+from keepmask.head.pair_products import wide
+from keepmask.head.pairs import Pairs
 
 __all__ = ["pair_gradients", "pair_logits", "products"]
 

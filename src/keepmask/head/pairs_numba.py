@@ -24,7 +24,7 @@ _LEAST_NUMBERS = 16384  # pairs worth a thread: a few numbers each
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-    """`pairs.pair_logits`."""
+    """`pair_products.pair_logits`."""
     out = torch.empty(pairs.num_pairs, dtype=torch.float32)
     arrays = (array(hidden), pairs.rows.numpy(), array(weight), pairs.ids.numpy(), out.numpy())
     run_pairs(_pair_logits, arrays, offsets=pairs.offsets, least=_LEAST_PRODUCTS)
@@ -32,7 +32,7 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
 
 
 def hidden_gradient(out: Tensor, grad: Tensor, weight: Tensor, pairs: Pairs) -> None:
-    """`pairs.hidden_gradient`."""
+    """`pair_products.hidden_gradient`."""
     if not pairs.num_rows:
         out.zero_()
         return
@@ -41,7 +41,7 @@ def hidden_gradient(out: Tensor, grad: Tensor, weight: Tensor, pairs: Pairs) -> 
 
 
 def add_weight_gradient(out: Tensor, grad: Tensor, hidden: Tensor, pairs: Pairs) -> None:
-    """`pairs.add_weight_gradient`."""
+    """`pair_products.add_weight_gradient`."""
     kernel = _add_rows_in_place if out.dtype == torch.float32 else _add_rows
     order, index, ids, offsets = pairs.by_id
     tensors = (ids, grad, order)

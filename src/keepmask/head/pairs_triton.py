@@ -111,7 +111,7 @@ def score_rows(
 
 
 def hidden_gradient(out: Tensor, grad: Tensor, weight: Tensor, pairs: Pairs) -> None:
-    """`pairs.hidden_gradient`."""
+    """`pair_products.hidden_gradient`."""
     if pairs.num_rows < out.shape[0]:
         out.zero_()
     _sum_rows(out, pairs.rows, pairs.offsets, (grad, None), (weight, pairs.ids, None), add=False, width=2048)
@@ -128,7 +128,7 @@ def scale_rows(out: Tensor, rows: Tensor, factors: Tensor, derivative: Tensor) -
 
 
 def add_weight_gradient(out: Tensor, grad: Tensor, hidden: Tensor, pairs: Pairs) -> None:
-    """`pairs.add_weight_gradient`."""
+    """`pair_products.add_weight_gradient`."""
     order, index, ids, offsets = pairs.by_id
     # The most frequent ids have a pair in most rows: narrow programs, so that many share such a sum.
     _sum_rows(out, ids, offsets, (grad, order), (hidden, pairs.rows, index), add=True, width=256)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from keepmask.head.form import HeadForm
-from keepmask.head.pairs import numba_can_read
+from keepmask.head.pair_products import numba_can_read
 from keepmask.replay.head_logits import HeadLogits, HeadProduct, Products, WeightGrad
 from keepmask.replay.policy_head import Head
 from keepmask.replay.scoring import Job, Kept, ScoreGradients, ScoreTensors, score, send_back

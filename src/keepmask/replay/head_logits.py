@@ -11,9 +11,7 @@ from torch import Tensor
 
 from keepmask.head import pairs_dense
 from keepmask.head.form import HeadForm, PairTransforms
-from keepmask.head.pair_rows import RowImpl, row_stats, row_sums
-from keepmask.head.pairs import (
-    Pairs,
+from keepmask.head.pair_products import (
     add_weight_gradient,
     hidden_gradient,
     impl_for,
@@ -22,6 +20,8 @@ from keepmask.head.pairs import (
     weight_gradient_rows,
     wide,
 )
+from keepmask.head.pair_rows import RowImpl, row_stats, row_sums
+from keepmask.head.pairs import Pairs
 from keepmask.replay.source import BLOCK_FLOATS, Block, PairScores
 
 __all__ = ["HeadLogits", "HeadProduct", "Products", "WeightGrad"]

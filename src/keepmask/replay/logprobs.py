@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from keepmask.head.pairs import numba_can_read, triton_can_read, wide
+from keepmask.head.pair_products import numba_can_read, triton_can_read, wide
 from keepmask.mask import SamplingMask
 from keepmask.replay.autograd import HeadOptions, head_scores, table_scores
 from keepmask.replay.head_logits import Products, WeightGrad

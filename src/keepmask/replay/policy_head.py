@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepmask.head.form import HeadForm
-from keepmask.head.pairs import wide
+from keepmask.head.pair_products import wide
 
 if TYPE_CHECKING:
     from keepmask.replay.parallel import VocabParallel

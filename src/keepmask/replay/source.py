@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from keepmask.head.form import PairTransforms
+from keepmask.head.pair_products import wide
 from keepmask.head.pair_rows import RowImpl, row_stats
-from keepmask.head.pairs import Pairs, wide
+from keepmask.head.pairs import Pairs
 
 __all__ = ["Block", "LogitSource", "PairScores", "TableLogits"]
 

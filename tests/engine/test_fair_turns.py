@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from keepmask.engine.turns import Turns
+from keepmask.engine.fair_turns import Turns
 
 
 def test_turns_come_in_the_order_they_were_asked_for():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from replay_cases import ROUNDOFF, logit_error
 
-from keepmask.head import pairs, pairs_dense
+from keepmask.head import pair_products, pairs_dense
 from keepmask.head.pairs import Pairs
 
 IMPLS = ["gather", "numba"]
@@ -56,17 +56,17 @@ def rounded(want, dtype):
 @pytest.mark.parametrize("size", [1, 7, 16, 33, 576])
 def test_products_are_the_plain_sums(impl, dtype, size):
     p = Case(size, dtype)
-    logits = pairs.pair_logits(p.hidden, p.weight, p.pairs, max_pairs=5, impl=impl)
+    logits = pair_products.pair_logits(p.hidden, p.weight, p.pairs, max_pairs=5, impl=impl)
     assert (logits.double() - p.logits()).abs().max() <= logit_error(size, p.logits().abs().max().item() + 1)
     out = torch.full((T, size), torch.nan, dtype=dtype)  # every row is set
-    pairs.hidden_gradient(out, p.grad, p.weight, p.pairs, max_pairs=5, impl=impl)
+    pair_products.hidden_gradient(out, p.grad, p.weight, p.pairs, max_pairs=5, impl=impl)
     want = p.hidden_gradient()
     assert ((out.double() - want).abs() <= rounded(want, dtype)).all()
     total = torch.ones(V, size, dtype=dtype)
-    pairs.add_weight_gradient(total, p.grad, p.hidden, p.pairs, impl=impl)
+    pair_products.add_weight_gradient(total, p.grad, p.hidden, p.pairs, impl=impl)
     want = 1 + p.weight_gradient()
     assert ((total.double() - want).abs() <= rounded(want, dtype)).all()
-    sums = pairs.weight_gradient_rows(p.grad, p.hidden, p.pairs)
+    sums = pair_products.weight_gradient_rows(p.grad, p.hidden, p.pairs)
     want = p.weight_gradient()[p.pairs.by_id.ids]
     assert ((sums.double() - want).abs() <= rounded(want, torch.float32)).all()
 
@@ -91,9 +91,9 @@ def test_no_pairs_at_all_is_zero_everywhere(impl):
     out = torch.full((T, 8), torch.nan)
     none = torch.zeros(0, dtype=torch.int64)
     weight, empty = torch.randn(V, 8), Pairs(none, none, torch.zeros(1, dtype=torch.int64))
-    logits = pairs.pair_logits(out, weight, empty, max_pairs=5, impl=impl)
+    logits = pair_products.pair_logits(out, weight, empty, max_pairs=5, impl=impl)
     assert logits.shape == (0,)
-    pairs.hidden_gradient(out, torch.zeros(0), weight, empty, max_pairs=5, impl=impl)
+    pair_products.hidden_gradient(out, torch.zeros(0), weight, empty, max_pairs=5, impl=impl)
     assert torch.equal(out, torch.zeros(T, 8))
 
 
@@ -109,7 +109,7 @@ def test_compiled_products_do_not_depend_on_the_number_of_threads(dtype):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         out = torch.empty_like(hidden)
-        pairs.hidden_gradient(out, grad, p.weight, many, max_pairs=1, impl="numba")
+        pair_products.hidden_gradient(out, grad, p.weight, many, max_pairs=1, impl="numba")
         results.append(out)
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -123,17 +123,17 @@ def test_compiled_products_round_to_bfloat16_as_torch_does():
     n = values.numel()
     out = torch.empty(n, 1, dtype=torch.bfloat16)
     some = Pairs(torch.arange(n), torch.zeros(n, dtype=torch.int32), torch.arange(n + 1))
-    pairs.hidden_gradient(out, values, torch.ones(1, 1), some, max_pairs=1, impl="numba")
+    pair_products.hidden_gradient(out, values, torch.ones(1, 1), some, max_pairs=1, impl="numba")
     torch.testing.assert_close(out[:, 0], values.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_numba_reads_contiguous_float32_and_bfloat16_on_the_cpu_only():
-    assert pairs.numba_can_read(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert pair_products.numba_can_read(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bfloat16))
     for other in (torch.zeros(2, 3).T, torch.zeros(2, 3, dtype=torch.float16), torch.zeros(2, 3, device="meta")):
-        assert not pairs.numba_can_read(torch.zeros(2, 3), other)
+        assert not pair_products.numba_can_read(torch.zeros(2, 3), other)
 
 
 def test_arithmetic_is_float32_or_wider():
-    assert pairs.wide(torch.float64) == torch.float64
+    assert pair_products.wide(torch.float64) == torch.float64
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert pairs.wide(dtype) == torch.float32
+        assert pair_products.wide(dtype) == torch.float32
