@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def main() -> int:
         parser.error("name a peer: vllm or sglang")
     if args.record and args.model != "tiny":
         parser.error("--record: the tests replay answers of the tiny model; leave --model out")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the peer is stopped as well
     with tempfile.TemporaryDirectory() as folder:
         model = bundled.path("smollm2-135m") if args.model == "smollm2" else save_tiny(Path(folder) / "tiny")
         run = {"compare": run_compare, "masks": run_masks, "conform": run_conform}[args.what]
