@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from keepmask.forward.linear import TorchLinear, compile_linears
+from keepmask.forward.linear import compile_linears
+from keepmask.forward.linear_torch import TorchLinear
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -7,8 +7,9 @@ import torch
 from keepmask.compiled.processor import available
 from keepmask.compiled.program import Program
 from keepmask.forward import layer_ops
-from keepmask.forward.linear import TorchLinear, is_compiled, linear_layer
+from keepmask.forward.linear import is_compiled, linear_layer
 from keepmask.forward.linear_compiled import CompiledLinear, add_gated, add_layout, padded, supports
+from keepmask.forward.linear_torch import TorchLinear
 
 KINDS = [(torch.float32, "plain"), *((torch.bfloat16, name) for name in available())]
 ROWS = [1, 2, 4, 5, 16, 17, 33, 49, 70, 300]

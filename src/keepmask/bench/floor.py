@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from keepmask.engine.model_runner import ModelRunner
-from keepmask.forward.linear import Linear, is_compiled, linear_layer
+from keepmask.forward.linear import is_compiled, linear_layer
+from keepmask.forward.linear_torch import Linear
 
 __all__ = ["Floor"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from keepmask.engine.core import Engine
 from keepmask.engine.model_runner import ModelRunner
 from keepmask.forward import attention, decoder_layer
-from keepmask.forward.linear import Linear
+from keepmask.forward.linear_torch import Linear
 
 __all__ = ["PHASES", "PhaseClock", "phases_of"]
 

@@ -20,7 +20,8 @@ from keepmask.errors import ConfigError
 from keepmask.forward.attention import AttentionContext, KVCache
 from keepmask.forward.decoder import Decoder
 from keepmask.forward.forward_batch import ChunkT, ForwardBatch
-from keepmask.forward.linear import Linear, compile_linears, linear_layer
+from keepmask.forward.linear import compile_linears, linear_layer
+from keepmask.forward.linear_torch import Linear
 from keepmask.head.form import HeadForm
 from keepmask.head.pair_products import Impl, numba_can_read, pair_logits
 from keepmask.head.pairs import Pairs

@@ -15,7 +15,8 @@ from keepmask.forward import layer_ops
 from keepmask.forward.attention import AttentionContext
 from keepmask.forward.decoder_layer import Layer, Norm, is_usual, layer_of
 from keepmask.forward.layer_ops import fastest
-from keepmask.forward.linear import Linear, is_compiled
+from keepmask.forward.linear import is_compiled
+from keepmask.forward.linear_torch import Linear
 from keepmask.forward.paged_attention import compiled_for
 from keepmask.forward.rotation import Rotation
 

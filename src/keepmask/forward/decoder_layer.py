@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from keepmask.forward.attention import AttentionContext, attend
-from keepmask.forward.linear import Linear, linear_layer
+from keepmask.forward.linear import linear_layer
+from keepmask.forward.linear_torch import Linear
 
 __all__ = ["Layer", "Norm", "is_usual", "layer_of"]
 

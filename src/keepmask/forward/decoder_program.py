@@ -17,8 +17,9 @@ from keepmask.forward import layer_ops_cpu, linear_compiled, paged_attention_cpu
 from keepmask.forward.attention import KVCache
 from keepmask.forward.decoder_layer import Layer, Norm
 from keepmask.forward.forward_batch import ForwardBatch
-from keepmask.forward.linear import Linear, is_compiled
+from keepmask.forward.linear import is_compiled
 from keepmask.forward.linear_compiled import CompiledLinear, padded
+from keepmask.forward.linear_torch import Linear
 
 __all__ = ["DecoderProgram"]
 

@@ -24,8 +24,8 @@ from keepmask.compiled.program import Program
 from keepmask.compiled.team import Kernel
 from keepmask.compiled.tiles import TILE_BYTES
 from keepmask.compiled.vectors import LANES, Vectors, call, next_item, pointer, scratch, statement
-from keepmask.forward.linear import whole_bias
 from keepmask.forward.linear_sums import STEP, by_broadcast, by_tiles, by_transposing
+from keepmask.forward.linear_torch import whole_bias
 
 __all__ = ["CompiledLinear", "Place", "add_gated", "add_layout", "padded", "supports"]
 
