@@ -8,8 +8,9 @@ from trl_cases import policy, trainer
 
 import tiny
 from keepmask.backends.http import Client
+from keepmask.engine.policy_weights import policy_weights
 from keepmask.errors import ConfigError
-from keepmask.integrations.rollout_backends import embedded, policy_weights, rollouts_from
+from keepmask.integrations.rollout_backends import embedded, rollouts_from
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
