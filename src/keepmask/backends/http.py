@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +27,7 @@ from keepmask.wire.fields import JsonForm, mask_from_fields
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AsyncClient", "Client", "joined"]
+__all__ = ["AsyncClient", "Client", "as_finished", "joined"]
 
 _GENERATE = "/inference/v1/generate"
 _ABORT = "/inference/v1/abort_requests"
@@ -112,22 +112,7 @@ class Client:
         self, prompts: Sequence[ArrayLike], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[tuple[int, list[Rollout]]]:
         """See `backends.base.Rollouts`. The requests travel on a thread each."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        names = [f"rollout-{secrets.token_hex(16)}" for _ in each]
-        left = dict(enumerate(names))
-        with ThreadPoolExecutor(max(1, min(len(names), _MAX_CONNECTIONS))) as pool:
-            jobs = {
-                pool.submit(self.generate, prompt, own, request_id=name): at
-                for at, (prompt, own, name) in enumerate(zip(prompts, each, names, strict=True))
-            }
-            try:
-                for job in as_completed(jobs):
-                    del left[jobs[job]]
-                    yield jobs[job], job.result()
-            finally:
-                if left:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    self.abort(list(left.values()))
+        return as_finished(self.generate, self.abort, prompts, params)
 
     def resolved_params(self, prompt: ArrayLike, params: SamplingParams) -> SamplingParams:
         """See `backends.base.Rollouts`. The server fills in max_tokens; what else is unset follows its settings."""
@@ -271,6 +256,34 @@ class AsyncClient:
         return _answer(response)
 
 
+def as_finished(
+    generate: Callable[..., list[Rollout]],
+    abort: Callable[[Sequence[str]], None],
+    prompts: Sequence[ArrayLike],
+    params: SamplingParams | Sequence[SamplingParams],
+) -> Iterator[tuple[int, list[Rollout]]]:
+    """`rollouts_as_finished` of a server: generate(prompt, params, request_id=...) for each prompt, on threads.
+
+    abort: ends the requests of these ids, when the iterator is closed before its end.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    names = [f"rollout-{secrets.token_hex(16)}" for _ in each]
+    left = dict(enumerate(names))
+    with ThreadPoolExecutor(max(1, min(len(names), _MAX_CONNECTIONS))) as pool:
+        jobs = {
+            pool.submit(generate, prompt, own, request_id=name): at
+            for at, (prompt, own, name) in enumerate(zip(prompts, each, names, strict=True))
+        }
+        try:
+            for job in as_completed(jobs):
+                del left[jobs[job]]
+                yield jobs[job], job.result()
+        finally:
+            if left:
+                pool.shutdown(wait=False, cancel_futures=True)
+                abort(list(left.values()))
+
+
 def joined(pieces: Iterable[Rollout]) -> list[Rollout]:
     """The rollouts that these pieces of a stream make up, in the order of their completions."""
     found: dict[int, list[Rollout]] = {}
@@ -406,7 +419,7 @@ def _finish(version: str | None) -> dict[str, str]:
 def _answer(response: httpx.Response) -> Any:
     if response.status_code != 200:
         raise _refusal(response)
-    return _parsed(response.text)
+    return _parsed(response.text) if response.content else None
 
 
 def _parsed(text: str) -> Any:
