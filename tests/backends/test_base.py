@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import tiny
 from keepmask import LLM, RequestError, SamplingParams
 from keepmask.backends.base import Rollouts, weight_parts
 from keepmask.backends.http import Client
+from keepmask.backends.ray_rollouts import RayRollouts
+from keepmask.backends.rollout_pool import RolloutPool
 from server.serving import Serving
 
 OPTIONS = {"skip_tokenizer_init": True, "return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
@@ -25,13 +28,29 @@ def folder(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("served"), "llama")
 
 
-@pytest.fixture(scope="module", params=["LLM", "Client"])
+RAY = pytest.param("RayRollouts", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])
+
+
+def engine(folder):
+    return LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory_bytes=2**22, **OPTIONS)
+
+
+@pytest.fixture(scope="module", params=["LLM", "RolloutPool", RAY, "Client"])
 def backend(request, folder):
-    if request.param == "LLM":
-        made = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory_bytes=2**22, **OPTIONS)
+    if request.param in ("LLM", "RolloutPool"):
+        engines = [engine(folder)] if request.param == "LLM" else [engine(folder), engine(folder)]
+        made = engines[0] if request.param == "LLM" else RolloutPool(engines)
         yield made
         made.close()
-        assert made.engine.num_unfinished == 0
+        assert not any(each.engine.num_unfinished for each in engines)
+    elif request.param == "RayRollouts":
+        ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'keepmask[ray]'")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        with RayRollouts(
+            partial(LLM, str(folder), dtype="float32", device="cpu", kv_cache_memory_bytes=2**22, **OPTIONS), 2
+        ) as made:
+            yield made
+        ray.shutdown()
     else:
         with Serving(folder, engine=OPTIONS, api_keys=("key",), enable_weight_updates=True) as serving:
             made = Client(serving.url, api_key="key")
@@ -42,7 +61,7 @@ def backend(request, folder):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    return LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory_bytes=2**22, **OPTIONS)
+    return engine(folder)
 
 
 def tokens(rollouts):

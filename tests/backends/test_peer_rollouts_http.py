@@ -1,4 +1,4 @@
-"""The clients of vLLM's and SGLang's servers: what they send, on the answers that the real ones were recorded to give."""
+"""The clients of vLLM's and SGLang's servers: what they send, and what becomes of answers that were recorded of them."""
 
 from __future__ import annotations
 
