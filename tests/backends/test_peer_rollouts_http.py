@@ -1,4 +1,4 @@
-"""The clients of vLLM's and SGLang's servers: what they send, and what becomes of answers that were recorded of them."""
+"""The clients of vLLM's and SGLang's servers: what they send, and what becomes of answers recorded of them."""
 
 from __future__ import annotations
 
