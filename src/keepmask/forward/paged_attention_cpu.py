@@ -194,18 +194,12 @@ def _store_kernel(block_size: int, dim: int, itemsize: int) -> Kernel:
 
 @cache
 def _decode_kernel(block_size: int, dim: int, groups: int, dtype: str, capped: bool) -> tuple[Kernel, int]:
-    """The compiled `decode`, and how many heads of keys and values an item of work may take.
-
-    groups: query heads that read one head of keys and values.
-    """
+    """The compiled `decode` for `groups` query heads a head of keys and values, and how many of those an item takes."""
     D, G = dim, groups
     part = max(g for g in range(1, G + 1) if G % g == 0 and (g == 1 or g * D <= _MAX_ACCUMULATORS * TOKENS))
     parts, itemsize = G // part, 4 if dtype == "float32" else 2
-    load_query, attend_block, finish = (
-        _load_query(D, part, dtype),
-        _attend_block(D, part, dtype, capped),
-        _finish(D, part, dtype),
-    )
+    load_query, attend_block = _load_query(D, part, dtype), _attend_block(D, part, dtype, capped)
+    finish = _finish(D, part, dtype)
     block_bytes, part_bytes = D * TOKENS * itemsize, part * D * itemsize
     part_state = part * (2 * TOKENS + 2 * D)  # running maximum, running sum, query, output
     most = max(1, _STATE_FLOATS // (parts * part_state))
@@ -230,8 +224,8 @@ def _decode_kernel(block_size: int, dim: int, groups: int, dtype: str, capped: b
             stop = np.int64(lens[t])
             start = max(0, stop - window) if window > 0 else 0
             first, last = start // TOKENS, (stop - 1) // TOKENS
-            first2 = (max(0, lens[t2] - window) if window > 0 else 0) // TOKENS
-            last2 = (np.int64(lens[t2]) - 1) // TOKENS
+            stop2 = np.int64(lens[t2])
+            first2, last2 = (max(0, stop2 - window) if window > 0 else 0) // TOKENS, (stop2 - 1) // TOKENS
             query = a[5] + (t * a[6] + h0 * G * D) * itemsize
             for p in range(heads * parts):
                 load_query((state + p * state_bytes, query + p * part_bytes, a[14]))

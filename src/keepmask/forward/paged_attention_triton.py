@@ -9,6 +9,8 @@ Under `TRITON_INTERPRET=1`, set before Triton is first imported, this runs on CP
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,41 @@ __all__ = ["decode", "supports"]
 
 _KEYS = 64  # taken at a time
 _LEAST_ROWS = 16  # of a matrix product
+
+
+class _Heads(NamedTuple):
+    """[T, Hq, D], the last dimension contiguous."""
+
+    data: Any
+    stride: Any
+    head_stride: Any
+
+
+class _Cache(NamedTuple):
+    k: Any
+    v: Any
+    H: Any
+
+
+class _Places(NamedTuple):
+    """Where tokens find their sequence's blocks, and how many tokens each sees."""
+
+    tables: Any
+    stride: Any
+    rows: Any
+    context_lens: Any
+
+
+class _Shape(NamedTuple):
+    GROUPS: int
+    """Query heads of a head of keys and values."""
+    ROWS: int
+    """Rows of the product that holds them."""
+    D: int
+    BLOCK: int
+    """Tokens of a block."""
+    KEYS: int
+    """Positions taken at a time."""
 
 
 def supports(keys: Tensor) -> bool:
@@ -51,28 +88,14 @@ def decode(
     query = query if query.stride(2) == 1 else query.contiguous()
     T, Hq, D = query.shape
     H, block_size = keys.shape[1], keys.shape[3]
+    groups = Hq // H
     attend[(T, H)](
-        query,
-        keys,
-        values,
-        block_tables,
-        rows,
-        context_lens,
-        out,
-        query.stride(0),
-        query.stride(1),
-        block_tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        H,
-        window or 0,
-        float(scale),
-        float(softcap or 0.0),
-        GROUPS=Hq // H,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(Hq // H)),
-        D=D,
-        BLOCK=block_size,
-        KEYS=_KEYS,
+        _Heads(query, query.stride(0), query.stride(1)),
+        _Cache(keys, values, H),
+        _Places(block_tables, block_tables.stride(0), rows, context_lens),
+        _Heads(out, out.stride(0), out.stride(1)),
+        (window or 0, float(scale), float(softcap or 0.0)),
+        SHAPE=_Shape(groups, max(_LEAST_ROWS, triton.next_power_of_2(groups)), D, block_size, _KEYS),
         CAPPED=softcap is not None,
         WIDENS=interpreted(),  # which multiplies no bfloat16
         num_warps=4,
@@ -81,54 +104,41 @@ def decode(
 
 @jit
 def attend(
-    query_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    query_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    out_stride: tl.tensor,
-    out_head_stride: tl.tensor,
-    H: tl.tensor,
-    window: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
+    queries: tl.tuple,  # _Heads [T, Hq, D]
+    cache: tl.tuple,  # a _Cache
+    places: tl.tuple,  # _Places
+    out: tl.tuple,  # _Heads [T, Hq, D]
+    options: tl.tuple,  # window, 0 where there is none; scale; softcap
+    SHAPE: tl.constexpr,
     CAPPED: tl.constexpr,
     WIDENS: tl.constexpr,
 ) -> None:
-    """One token and one head of keys and values; KEYS positions at a time, of several blocks."""
+    """One token and one head of keys and values; SHAPE.KEYS positions at a time, of several blocks."""
     t, h = tl.program_id(0), tl.program_id(1)
-    group, d, lane = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, KEYS)
-    head = h * GROUPS + group
-    real = (group < GROUPS)[:, None]
-    query_at = query_ptr + t * query_stride + head[:, None] * head_stride + d[None, :]
-    query = tl.load(query_at, mask=real, other=0.0)
+    group, d, lane = tl.arange(0, SHAPE.ROWS), tl.arange(0, SHAPE.D), tl.arange(0, SHAPE.KEYS)
+    head = h * SHAPE.GROUPS + group
+    real = (group < SHAPE.GROUPS)[:, None]
+    at = queries.data + t * queries.stride + head[:, None] * queries.head_stride + d[None, :]
+    query = tl.load(at, mask=real, other=0.0)
     if WIDENS:
         query = query.to(tl.float32)
-    table_ptr = tables_ptr + tl.load(rows_ptr + t).to(tl.int64) * table_stride
-    stop = tl.load(lens_ptr + t)
+    window, scale, softcap = options
+    table = places.tables + tl.load(places.rows + t).to(tl.int64) * places.stride
+    stop = tl.load(places.context_lens + t)
     first = stop * 0
     if window > 0:
         first = tl.maximum(stop - window, 0)
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    for start in range(first // KEYS * KEYS, stop, KEYS):
+    most = tl.full((SHAPE.ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((SHAPE.ROWS,), tl.float32)
+    acc = tl.zeros((SHAPE.ROWS, SHAPE.D), tl.float32)
+    for start in range(first // SHAPE.KEYS * SHAPE.KEYS, stop, SHAPE.KEYS):
         position = start + lane
         seen = (position >= first) & (position < stop)
-        block = tl.load(table_ptr + position // BLOCK, mask=seen, other=0).to(tl.int64)
-        base, slot = (block * H + h) * D * BLOCK, position % BLOCK
+        block = tl.load(table + position // SHAPE.BLOCK, mask=seen, other=0).to(tl.int64)
+        base, slot = (block * cache.H + h) * SHAPE.D * SHAPE.BLOCK, position % SHAPE.BLOCK
         # Slots that are not seen may hold what a freed block held, even NaN: they count as 0.
-        key = tl.load(keys_ptr + base[None, :] + d[:, None] * BLOCK + slot[None, :], mask=seen[None, :], other=0.0)
+        key_at = cache.k + base[None, :] + d[:, None] * SHAPE.BLOCK + slot[None, :]
+        key = tl.load(key_at, mask=seen[None, :], other=0.0)
         if WIDENS:
             key = key.to(tl.float32)
         score = tl.dot(query, key, input_precision="ieee") * scale
@@ -139,10 +149,11 @@ def attend(
         highest = tl.maximum(most, tl.max(score, 1))
         weight = tl.where(seen[None, :], tl.exp(score - highest[:, None]), 0.0)
         shrink = tl.where(most > float("-inf"), tl.exp(most - highest), 0.0)
-        value = tl.load(values_ptr + base[:, None] + slot[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
+        value_at = cache.v + base[:, None] + slot[:, None] * SHAPE.D + d[None, :]
+        value = tl.load(value_at, mask=seen[:, None], other=0.0)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None] + tl.dot(weight, value.to(tl.float32), input_precision="ieee")
         most = highest
     result = acc / total[:, None]
-    out_at = out_ptr + t * out_stride + head[:, None] * out_head_stride + d[None, :]
-    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=real)
+    at = out.data + t * out.stride + head[:, None] * out.head_stride + d[None, :]
+    tl.store(at, result.to(out.data.dtype.element_ty), mask=real)

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-from keepmask.forward.paged_attention_triton import attend
+from keepmask.forward import paged_attention_triton as paged
 from keepmask.sampling.cuda.capture_triton import capture_rows
 from keepmask.sampling.cuda.decide_triton import decide_rows
 from keepmask.sampling.cuda.entries_triton import best_rows, ranks_in_tiles
@@ -59,11 +59,17 @@ for kernel, constants, num_warps in (
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     print(kernel.__name__, "div.rn.f32" in ptx, "div.full" in ptx or "div.approx" in ptx)
 
-constants = {"GROUPS": 4, "ROWS": 16, "D": 128, "BLOCK": 16, "KEYS": 64, "CAPPED": True, "WIDENS": False}
-types = {name: "*bf16" for name in ("query_ptr", "keys_ptr", "values_ptr", "out_ptr")}
-types |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
-signature = {name: types.get(name) or type_of(name) for name in attend.arg_names}
-source = ASTSource(attend, signature, constexprs=constants)
+constants = {"SHAPE": paged._Shape(4, 16, 128, 16, 64), "CAPPED": True, "WIDENS": False}
+heads = paged._Heads("*bf16", "i32", "i32")
+signature = {
+    "queries": heads,
+    "cache": paged._Cache("*bf16", "*bf16", "i32"),
+    "places": paged._Places("*i32", "i32", "*i32", "*i32"),
+    "out": heads,
+    "options": ("i32", "fp32", "fp32"),
+} | dict.fromkeys(constants, "constexpr")
+assert list(signature) == list(paged.attend.arg_names)
+source = ASTSource(paged.attend, signature, constexprs=constants)
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 print("attend", "mma" in ptx, "nothing else")
 """
