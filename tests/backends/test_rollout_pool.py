@@ -193,6 +193,24 @@ def test_the_last_member_is_verified_against_the_kept_weights(monkeypatch):
         assert torch.equal(member.weights["b"], NEW["b"])
 
 
+def test_members_that_a_pool_makes_are_closed_when_they_do_not_verify(monkeypatch):
+    monkeypatch.setattr("keepmask.backends.rollout_pool._FIRST_WAIT_S", 0.01)
+    made: list[Member] = []
+
+    class Making(RolloutPool):
+        def _renewed(self, number, backend):
+            made.append(Member(NEW if len(made) < 2 else OLD))  # the first two start from other weights
+            return made[-1]
+
+    member = Member()
+    member.failing = BackendError("died")
+    member.weight_checksums = lambda: KeptWeights(OLD).checksums()
+    with Making([member], patience_s=20) as pool:
+        assert drawn(pool.rollouts(prompts(3), PARAMS)) == [0, 1, 2]
+        assert [each.closed for each in made] == [True, True, False]
+    assert made[2].closed
+
+
 def test_members_that_fail_an_update_catch_up(pool, members):
     members[0].failing = members[1].failing = BackendError("gone")
     assert pool.update_weights(NEW) == "1"

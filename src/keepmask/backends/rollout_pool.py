@@ -257,6 +257,7 @@ class RolloutPool:
     def _bring_back(self, member: _Member) -> None:
         wait_s = 0.0
         while not self._closed.wait(wait_s):
+            backend = None
             try:
                 backend = self._renewed(member.number, member.backend)
                 with self._updating:
@@ -269,6 +270,8 @@ class RolloutPool:
                 return
             except KeepmaskError as error:
                 member.failure = error
+                if backend is not None and backend is not member.backend:
+                    backend.close()  # what it holds may be what the next one needs
             wait_s = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, 2 * wait_s))
 
     def _verify(self, backend: PoolMember) -> None:
