@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,29 @@ def test_sglang_is_sent_every_parameter_and_copies(peer: Peer, sglang: SglangRol
     assert expected.items() <= first.items()
     sglang.generate(PROMPT, PARAMS.replace(temperature=0.0, top_k=0))
     assert peer.asked[-1][1]["sampling_params"][0]["top_k"] == 1
+
+
+def test_sglang_ends_each_copy_of_a_request(peer: Peer, sglang: SglangRollouts):
+    sglang.check_server()
+    ended: list[str] = []
+    all_ended = Event()
+
+    def generate(body: Any) -> Any:
+        if body["input_ids"][0] == PROMPT:  # the one that goes on until it is ended
+            assert all_ended.wait(20)
+        return [sglang_answer() for _ in body["input_ids"]]
+
+    def abort(body: Any) -> None:
+        ended.append(body["rid"])
+        if len(ended) == 3:
+            all_ended.set()
+
+    peer.answers = {"/generate": generate, "/abort_request": abort}
+    stream = sglang.rollouts_as_finished([PROMPT, [1]], PARAMS.replace(n=3))
+    assert next(stream)[0] == 1
+    stream.close()  # type: ignore[attr-defined]
+    (sent,) = [body["rid"] for path, body in peer.asked if path == "/generate" and body["input_ids"][0] == PROMPT]
+    assert ended == sent
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ class SglangRollouts(PeerRollouts):
     _logprobs_remedy = "use SGLang 0.5.20 or newer, which tells log-probs of the support"
     _context_length: int | None = None
 
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._under_way: dict[str, list[str]] = {}
+        """By the id of a request, those of its copies."""
+
     def resolved_params(self, prompt: ArrayLike, params: SamplingParams) -> SamplingParams:
         """See `PeerRollouts`."""
         if not params.greedy and params.top_k <= 0:
@@ -100,8 +105,11 @@ class SglangRollouts(PeerRollouts):
             "sampling_logprobs_mode": ["support" if params.return_sampling_mask_logprobs else "selected"] * params.n,
         }
         if request_id is not None:
-            body["rid"] = [f"{request_id}-{copy}" for copy in range(params.n)]
-        answers = self._server.post("/generate", body)
+            body["rid"] = self._under_way[request_id] = [f"{request_id}-{copy}" for copy in range(params.n)]
+        try:
+            answers = self._server.post("/generate", body)
+        finally:
+            self._under_way.pop(request_id or "", None)
         if not isinstance(answers, list):
             raise BackendError(f"/generate: a list of {params.n} answers was expected, got {str(answers)[:200]}")
         return [
@@ -111,8 +119,9 @@ class SglangRollouts(PeerRollouts):
         ]
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        for name in request_ids:  # SGLang ends every request whose id begins so
-            self._server.post("/abort_request", {"rid": name})
+        for name in request_ids:
+            for copy in self._under_way.get(name, ()):
+                self._server.post("/abort_request", {"rid": copy})
 
     def _load_weights(self, folder: Path, version: str) -> None:
         told = self._server.post(_LOADING, {"model_path": str(folder), "weight_version": version, "flush_cache": True})
