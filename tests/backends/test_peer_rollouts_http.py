@@ -326,13 +326,13 @@ def test_weights_cross_as_a_file_that_the_server_loads(kind: str, peer: Peer, tm
     url, shared = f"http://127.0.0.1:{peer.server_port}", torch.ones(2)
     with cls(url, weights_folder=tmp_path) as backend:
         assert backend.update_weights({"a": shared, "b": shared, "c": torch.zeros(3).bfloat16()}, version="5") == "5"
-        assert backend.weight_version == "5"
+        assert backend.update_weights({"a": shared, "c": loaded["c"]}) == "6" == backend.weight_version
         assert sorted(loaded) == ["a", "c", "version"]
         assert loaded["c"].dtype == torch.bfloat16
         assert not list(tmp_path.iterdir())
-        peer.answers["/weight_info"] = peer.answers["/model_info"] = {"weight_version": "5"}
-        with pytest.raises(BackendError, match="'5' after an update to '6'"):
-            backend.update_weights({"a": shared}, version="6")
+        peer.answers["/weight_info"] = peer.answers["/model_info"] = {"weight_version": "6"}
+        with pytest.raises(BackendError, match="'6' after an update to '7'"):
+            backend.update_weights({"a": shared})
     with cls(url) as backend, pytest.raises(ConfigError, match="weights_folder"):
         backend.update_weights({"a": shared})
 

@@ -89,7 +89,7 @@ class TestOnACluster:
                 assert rollout.sampling_mask.token_ids == truth.sampling_mask.token_ids
                 np.testing.assert_allclose(rollout.logprobs, truth.logprobs, atol=1e-5)
         until(lambda: actors.num_serving == 2, timeout_s=120)
-        assert actors._members[0].backend.weight_version == "0"
+        assert actors._members[0].backend.weight_version == actors.weight_version == reference.weight_version
 
     def test_an_actor_started_anew_serves_with_the_weights_pushed_before(self, actors, reference, folder):
         new = {name: -value for name, value in safetensors.torch.load_file(folder / "model.safetensors").items()}

@@ -104,7 +104,8 @@ class PeerRollouts(ABC):
             raise ConfigError("weights_folder=None: give a folder that the server reads too, or push by its own ways")
         import safetensors.torch  # loads torch
 
-        named = f"{self.weight_version}+1" if version is None else version
+        old = self.weight_version
+        named = version or (str(int(old) + 1) if old.isdecimal() else f"{old}+1")
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self._weights_folder))
         try:
             tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tied_once(weights.items())}
