@@ -325,6 +325,7 @@ def test_weights_cross_as_a_file_that_the_server_loads(kind: str, peer: Peer, tm
     cls: type[PeerRollouts] = {"vllm": VllmRollouts, "sglang": SglangRollouts}[kind]  # type: ignore[assignment]
     url, shared = f"http://127.0.0.1:{peer.server_port}", torch.ones(2)
     with cls(url, weights_folder=tmp_path) as backend:
+        assert backend.update_weights({"a": shared}) == "1"
         assert backend.update_weights({"a": shared, "b": shared, "c": torch.zeros(3).bfloat16()}, version="5") == "5"
         assert backend.update_weights({"a": shared, "c": loaded["c"]}) == "6" == backend.weight_version
         assert sorted(loaded) == ["a", "c", "version"]

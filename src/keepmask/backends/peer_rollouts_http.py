@@ -104,7 +104,7 @@ class PeerRollouts(ABC):
             raise ConfigError("weights_folder=None: give a folder that the server reads too, or push by its own ways")
         import safetensors.torch  # loads torch
 
-        old = self.weight_version
+        old = self.weight_version.replace("default", "0")  # what both engines call the weights they started with
         named = version or (str(int(old) + 1) if old.isdecimal() else f"{old}+1")
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self._weights_folder))
         try:
