@@ -68,7 +68,7 @@ def test_no_spelling_of_a_path_gets_around_the_key(locked: Serving, path: str):
 
 
 def test_only_reading_health_is_open(locked: Serving):
-    assert call(locked, "/health", method="HEAD") in (200, 405)
+    assert call(locked, "/health", method="HEAD") == 200
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         assert call(locked, "/health", method=method) == 401
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Serving
 
@@ -135,3 +137,15 @@ def test_nothing_a_client_sends_becomes_a_label(serving: Serving):
     after = {name: set(values) for name, values in families(serving).items()}
     assert set(after) == before
     assert after == labels
+
+
+def test_requests_are_told_of_by_name_in_the_log_at_debug(serving: Serving, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, logger="keepmask.server.service"):
+        serving.client.post(
+            "/inference/v1/generate",
+            json={"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "ignore_eos": True}},
+            headers={"X-Request-Id": "mine-1"},
+        )
+        serving.settle()
+    (record,) = [record for record in caplog.records if "mine-1" in record.getMessage()]
+    assert "prompt of 3 tokens; 2 tokens (length) after " in record.getMessage()

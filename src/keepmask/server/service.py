@@ -178,8 +178,7 @@ class Service:
             del self._names[name]
         if _log.isEnabledFor(logging.DEBUG):
             request, took_s = ticket.request, time.monotonic() - ticket.times.submitted_s
-            ended = (
-                [(len(each.token_ids), each.finish_reason) for each in request.completions] if request else "refused"
-            )
+            each = request.completions if request else ()
+            ended = ", ".join(f"{len(one.token_ids)} tokens ({one.finish_reason})" for one in each) or "refused"
             prompt_len = len(ticket.order.prompt_token_ids)
-            _log.debug("request %s: prompt of %d tokens, ended with %s after %.3f s", name, prompt_len, ended, took_s)
+            _log.debug("request %s: prompt of %d tokens; %s after %.3f s", name, prompt_len, ended, took_s)
