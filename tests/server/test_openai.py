@@ -416,7 +416,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(serving: Serving, field: str
         ("top_logprobs", 2),
         ("documents", [{"text": "x"}]),
         ("messages", []),
-        ("messages", [{"role": "nobody", "content": "x"}]),
+        ("messages", [{"role": "", "content": "x"}]),
         ("messages", [{"role": "user"}]),
         ("messages", [{"role": "user", "content": "x", "colour": "red"}]),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_rows import HalfHead, head_of, masks, open_row, sample, support
+from sampler_rows import HalfHead, draw, head_of, masks, open_row, sample, support
 
 from keepmask.params import SamplingParams
 from keepmask.sampling import DenseHead, Sampler, SamplerSpec
@@ -195,3 +195,12 @@ def test_heads_of_padded_rows_are_read_through_their_strides():
     rows = [open_row(sampler, top_k=5, seed=b) for b in range(3)]
     strided, plain = wide[:, :40], wide[:, :40].contiguous()
     assert_same(sampler.sample(DenseHead(strided), rows), sampler.sample(head_of(plain), rows), 3)
+
+
+def test_a_logit_that_the_temperature_makes_infinite_has_no_weight():
+    sampler = Sampler(masks(4), impl="fast")
+    batch = draw(sampler, [0.0, 0.0, 0.0, -3.4e38], temperature=0.5, logprobs=3, return_sampling_mask_logprobs=True)
+    assert not batch.errors
+    ids, logprobs = batch.mask.wait().row(0)
+    assert ids.tolist() == [0, 1, 2]
+    np.testing.assert_allclose(logprobs, -np.log(3), rtol=1e-6)

@@ -220,7 +220,8 @@ class _CpuStep:
         for m in np.flatnonzero(~full).tolist():
             one = group.one(m)
             logits = self.search.exact_rows(one) if records["returns_mask_logprobs"][m] else one.rows().float()
-            s = logits[0].numpy() / np.float32(records["temperature"][m])
+            with np.errstate(over="ignore"):  # beyond float32 is -inf, an id without weight
+                s = logits[0].numpy() / np.float32(records["temperature"][m])
             ids = np.flatnonzero(s > -np.inf)
             self.drawn.put_support(int(items[m]), ids, s[ids].astype(np.float64) - log_totals[m], self.search.V)
 
