@@ -45,28 +45,7 @@ def routes(service: Service) -> Routes:
     @found.get("/server_info", "/get_server_info", "/model_info", "/get_model_info")
     async def server_info(_: Request) -> Response:
         """What is served: by the names of SGLang and, in vllm_config, by those of vLLM."""
-        config = service.engine_config
-        return json_response(
-            {
-                "model_path": config.model,
-                "served_model_name": service.model_name,
-                "is_generation": True,
-                "context_length": service.max_model_len,
-                "weight_version": service.weight_version,
-                "version": __version__,
-                "vllm_config": {
-                    "model_config": {
-                        "model": config.model,
-                        "served_model_name": service.model_name,
-                        "max_model_len": service.max_model_len,
-                        "logprobs_mode": config.logprobs_mode,
-                        "return_sampling_mask": config.return_sampling_mask,
-                    },
-                    "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
-                    "weight_transfer_config": {"backend": "safetensors"},
-                },
-            }
-        )
+        return json_response(_server_info(service))
 
     @found.post("/tokenize", body=TokenizeRequest)
     async def tokenize(_: Request, body: TokenizeRequest) -> Response:
@@ -96,3 +75,26 @@ def routes(service: Service) -> Routes:
         return json_response({"prompt": await service.texts.decode(body.tokens)})
 
     return found
+
+
+def _server_info(service: Service) -> dict[str, Any]:
+    config = service.engine_config
+    return {
+        "model_path": config.model,
+        "served_model_name": service.model_name,
+        "is_generation": True,
+        "context_length": service.max_model_len,
+        "weight_version": service.weight_version,
+        "version": __version__,
+        "vllm_config": {
+            "model_config": {
+                "model": config.model,
+                "served_model_name": service.model_name,
+                "max_model_len": service.max_model_len,
+                "logprobs_mode": config.logprobs_mode,
+                "return_sampling_mask": config.return_sampling_mask,
+            },
+            "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
+            "weight_transfer_config": {"backend": "safetensors"},
+        },
+    }

@@ -69,17 +69,13 @@ def routes(service: Service) -> Routes:
         salts = _each(body.cache_salt or body.extra_key, len(prompts), "cache_salt")
         sampling = body.sampling_params[0] if isinstance(body.sampling_params, list) else body.sampling_params
         interval = (sampling and sampling.stream_interval) or service.config.stream_interval
-        prompt_name = "text" if body.input_ids is None else "input_ids"
+        field = "text" if body.input_ids is None else "input_ids"
+        fields = {**_THEIRS, "prompt": field, "prompt_token_ids": field, "logprobs": "top_logprobs_num"}
         orders = [
             await service.order(
                 prompt.token_ids,
                 each.params,
-                names={
-                    **_THEIRS,
-                    "prompt": prompt_name,
-                    "prompt_token_ids": prompt_name,
-                    "logprobs": "top_logprobs_num",
-                },
+                names=fields,
                 prompt=prompt.text,
                 cache_salt=salt,
                 stream_interval=interval if body.stream else None,
