@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepmask.drafts import Acceptance, StepCost, draft_lengths
+from keepmask.drafts import Acceptance, StepCost, draft_lengths, worthwhile
 
 
 def speed(rates, lengths, num_rows, cost):
@@ -56,3 +56,19 @@ def test_only_the_first_wrong_token_of_a_draft_counts():
     for _ in range(400):
         mine.record(8, 1)  # one right, one wrong, six never looked at
     assert mine.rate == pytest.approx(0.5, abs=0.02)
+
+
+def test_rounds_that_cost_more_than_they_bring_are_left_out():
+    cost = StepCost({1: 1.0, 100: 1.0})
+    assert draft_lengths([0.9, 0.9], [1, 4], 2, cost, per_round_s=0.1) == [1, 4]
+    assert draft_lengths([0.9, 0.5], [1, 4], 2, cost, per_round_s=0.3) == [1, 1]
+    assert draft_lengths([0.9, 0.9], [4, 4], 2, cost, per_round_s=2.0) == [0, 0]
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.2), st.integers(0, 9))
+def test_a_draft_is_as_long_as_its_last_token_may_pay(rate, floor, most):
+    length = worthwhile(rate, floor, most)
+    assert 0 <= length <= most
+    if 0 < floor < 1 and 0 < rate < 1:
+        assert length == 0 or rate**length > floor * (1 - 1e-9)
+        assert length == most or rate ** (length + 1) <= floor * (1 + 1e-9)

@@ -28,6 +28,9 @@ from keepmask.llm import LLM
 from keepmask.outputs import RequestOutput
 from keepmask.params import SamplingParams
 
+Cost = tuple[StepCost, float]
+"""What `measured_cost` found."""
+
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "logprobs": 0, "ignore_eos": True}
 
 PROMPTS = [
@@ -134,7 +137,7 @@ def _bits(outputs: list[RequestOutput]) -> list[Any]:
     return [(list(one.token_ids), one.sampling_mask, one.logprobs) for output in outputs for one in output.outputs]
 
 
-def epochs(llm: LLM, cost: StepCost, sizes: Sizes) -> Iterator[Row]:
+def epochs(llm: LLM, cost: Cost, sizes: Sizes) -> Iterator[Row]:
     """The second epoch, guessed by the first."""
     generator = torch.Generator().manual_seed(0)
     for at_once in sizes.requests:
@@ -155,18 +158,20 @@ def epochs(llm: LLM, cost: StepCost, sizes: Sizes) -> Iterator[Row]:
             def speculation(first: list[RequestOutput] = first) -> Speculation:
                 history = HistoryStore(max_bytes=2**28)
                 history.extend(rollout for output in first for rollout in output.rollouts())
-                return Speculation(SpeculativeConfig(method="history"), SuffixDrafter("history", history=history), cost)
+                return Speculation(
+                    SpeculativeConfig(method="history"), SuffixDrafter("history", history=history), *cost
+                )
 
             found = compared(llm, prompts, again, at_once, speculation, sizes.rounds)
             yield _row("epoch", {"requests": at_once, "output": sizes.output}, found) | {"seeds": seeds}
 
 
-def repetition(llm: LLM, cost: StepCost, sizes: Sizes) -> Iterator[Row]:
+def repetition(llm: LLM, cost: Cost, sizes: Sizes) -> Iterator[Row]:
     """One request at a time that repeats its prompt."""
     params = [_params(seed, sizes, temperature=0.3) for seed in range(len(REPEATED))]
 
     def speculation() -> Speculation:
-        return Speculation(SpeculativeConfig(method="ngram"), SuffixDrafter("ngram"), cost)
+        return Speculation(SpeculativeConfig(method="ngram"), SuffixDrafter("ngram"), *cost)
 
     yield _row(
         "repetition",
@@ -175,7 +180,7 @@ def repetition(llm: LLM, cost: StepCost, sizes: Sizes) -> Iterator[Row]:
     )
 
 
-def never(llm: LLM, cost: StepCost, sizes: Sizes) -> Iterator[Row]:
+def never(llm: LLM, cost: Cost, sizes: Sizes) -> Iterator[Row]:
     """Guesses that come to nothing."""
     banned = llm.engine.runner.vocab_size - 1
     for at_once in sizes.requests:
@@ -183,7 +188,7 @@ def never(llm: LLM, cost: StepCost, sizes: Sizes) -> Iterator[Row]:
         params = [_params(seed, sizes, logit_bias={banned: -100.0}) for seed in range(at_once)]
 
         def speculation() -> Speculation:
-            return Speculation(SpeculativeConfig(method="ngram"), Never(banned), cost)
+            return Speculation(SpeculativeConfig(method="ngram"), Never(banned), *cost)
 
         found = compared(llm, prompts, params, at_once, speculation, sizes.rounds)
         yield _row("never", {"requests": at_once, "output": sizes.output}, found)
@@ -225,7 +230,7 @@ def main() -> None:
     sizes = QUICK if args.quick else FULL
     disable_progress_bar()
     llm = LLM("smollm2-135m", logprobs_mode="processed_logprobs", max_model_len=512, max_num_seqs=128)
-    cost = measured_cost(llm.engine.runner, 2048)
+    cost = measured_cost(llm.engine.runner, llm.engine.sampler, 2048)
     facts = machine_facts() | {"dtype": str(llm.engine.runner.dtype).removeprefix("torch.")}
     run(llm, PROMPTS[:2], [_params(0, QUICK)] * 2, 2)
     for measure in (epochs, repetition, never):

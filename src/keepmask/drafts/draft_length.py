@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Acceptance", "StepCost", "draft_lengths"]
+__all__ = ["Acceptance", "StepCost", "draft_lengths", "worthwhile"]
 
 _KEPT = 0.95  # of what is known about a completion, after a step: texts change
 _KEPT_OF_ALL = 0.995
@@ -27,13 +28,13 @@ class StepCost:
         # More rows never take less time: a dip is noise.
         self._seconds = np.maximum.accumulate([seconds[int(rows)] for rows in self._rows])
 
-    def __call__(self, rows: int) -> float:
-        """Seconds of a step over `rows` rows."""
-        last = self._rows[-1]
-        if rows <= last:
-            return float(np.interp(rows, self._rows, self._seconds))
-        slope = (self._seconds[-1] - self._seconds[-2]) / (last - self._rows[-2])
-        return float(self._seconds[-1] + slope * (rows - last))
+    def __call__(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a step over `rows` rows; of each, where there are several."""
+        wanted = np.asarray(rows, float)
+        beyond = np.maximum(wanted - self._rows[-1], 0.0)
+        slope = (self._seconds[-1] - self._seconds[-2]) / (self._rows[-1] - self._rows[-2])
+        found: NDArray[np.float64] = np.interp(wanted, self._rows, self._seconds) + slope * beyond
+        return found
 
 
 class Acceptance:
@@ -71,23 +72,40 @@ class Acceptance:
 
 
 def draft_lengths(
-    rates: Sequence[float], most: Sequence[int], num_rows: int, cost: StepCost, per_guess_s: float = 0.0
+    rates: Sequence[float],
+    most: Sequence[int],
+    num_rows: int,
+    cost: StepCost,
+    *,
+    per_guess_s: float = 0.0,
+    per_round_s: float = 0.0,
 ) -> list[int]:
     """How many of each completion's proposed tokens to verify, so that a step's tokens a second are the most.
 
     rates: the chance of one proposed token, by completion. most: tokens proposed. num_rows: rows of the step without
-    drafts, of which len(rates) draw. per_guess_s: seconds that a guess takes beside its row.
+    drafts, of which len(rates) draw. per_guess_s: seconds that a guess takes beside its row. per_round_s: that each
+    further token of the longest draft takes, since tokens are drawn one after the other.
     """
-    chances = [(rate**length, at) for at, rate in enumerate(rates) for length in range(1, most[at] + 1)]
-    chances.sort(key=lambda pair: -pair[0])  # stable: a completion's tokens stay in their order
-    tokens = float(len(rates))
-    best, kept = tokens / cost(num_rows), 0
-    for count, (chance, _) in enumerate(chances, 1):
-        tokens += chance
-        speed = tokens / (cost(num_rows + count) + count * per_guess_s)
-        if speed > best:
-            best, kept = speed, count
-    lengths = [0] * len(rates)
-    for _, at in chances[:kept]:
-        lengths[at] += 1
-    return lengths
+    owners = np.repeat(np.arange(len(most)), most)
+    if not owners.size:
+        return [0] * len(most)
+    lengths = np.concatenate([np.arange(1, count + 1) for count in most])
+    chances = np.asarray(rates, float)[owners] ** lengths
+    order = np.argsort(-chances, kind="stable")  # a completion's tokens stay in their order
+    counts = np.arange(1, order.size + 1)
+    tokens = len(rates) + np.cumsum(chances[order])
+    deepest = np.maximum.accumulate(lengths[order])
+    speeds = tokens / (cost(num_rows + counts) + counts * per_guess_s + deepest * per_round_s)
+    best = int(speeds.argmax())
+    kept = best + 1 if speeds[best] > len(rates) / cost(num_rows) else 0
+    found: list[int] = np.bincount(owners[order[:kept]], minlength=len(most)).tolist()
+    return found
+
+
+def worthwhile(rate: float, floor: float, most: int) -> int:
+    """The longest draft, of at most `most` tokens, whose last token has a chance of more than `floor`."""
+    if floor >= 1 or rate <= floor:
+        return 0
+    if rate >= 1 or floor <= 0:
+        return most
+    return min(most, int(np.log(floor) / np.log(rate)))

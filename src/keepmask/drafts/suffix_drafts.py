@@ -113,7 +113,7 @@ class SuffixDrafter:
 
     def propose(self, rows: Sequence[SuffixRow], most: Sequence[int]) -> list[list[int]]:
         """What followed in the place that each row follows."""
-        return [row.propose(count) for row, count in zip(rows, most, strict=True)]
+        return [row.propose(count) if count else [] for row, count in zip(rows, most, strict=True)]
 
     def _group(self, prompt_token_ids: Sequence[int]) -> _Group:
         index = SuffixIndex(shortest=self._shortest, longest=self._longest)

@@ -90,7 +90,7 @@ class Engine:
             self.sampler, self.tokenizer, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len
         )
         self._pool = BlockPool(self.runner.num_blocks, config.block_size)
-        self._speculation = speculation_of(config, self.runner, self.tokenizer)
+        self._speculation = speculation_of(config, self.runner, self.sampler, self.tokenizer)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=config.max_num_seqs,

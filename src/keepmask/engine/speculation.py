@@ -14,14 +14,28 @@ from time import perf_counter
 from typing import Any
 
 from keepmask.config import EngineConfig, SpeculativeConfig
-from keepmask.drafts import Acceptance, Drafter, DraftRow, HistoryStore, StepCost, SuffixDrafter, draft_lengths
+from keepmask.drafts import (
+    Acceptance,
+    Drafter,
+    DraftRow,
+    HistoryStore,
+    StepCost,
+    SuffixDrafter,
+    draft_lengths,
+    worthwhile,
+)
 from keepmask.engine.draft_model import ModelDrafter
 from keepmask.engine.model_runner import ModelRunner
 from keepmask.engine.probe import ProbeChunk, ProbeSequence
 from keepmask.engine.request import Completion, Request
+from keepmask.params import SamplingParams
+from keepmask.sampling import Sampler
 from keepmask.wire.rollout_file import read_rollouts
 
 __all__ = ["Speculation", "measured_cost", "speculation_of"]
+
+
+_USUAL = SamplingParams(top_k=50, top_p=0.95, logprobs=0, detokenize=False)
 
 
 @dataclass(slots=True)
@@ -42,16 +56,17 @@ class _Guessing:
 class Speculation:
     """Drafts for the completions in flight.
 
-    cost: of a step by its rows, on the machine at hand. num_drafted, num_accepted: guesses that were verified so far,
-    and those of them that were drawn.
+    cost: of a step by its rows, on the machine at hand. round_s: what drawing takes before its first row.
+    num_drafted, num_accepted: guesses that were verified so far, and those of them that were drawn.
     """
 
-    def __init__(self, config: SpeculativeConfig, drafter: Drafter[Any], cost: StepCost) -> None:
+    def __init__(self, config: SpeculativeConfig, drafter: Drafter[Any], cost: StepCost, round_s: float = 0.0) -> None:
         self.num_drafted = 0
         self.num_accepted = 0
         self._most = config.num_speculative_tokens
         self._drafter = drafter
         self._cost = cost
+        self._round_s = round_s
         self._acceptance = Acceptance()
         self._open: dict[Completion, _Guessing] = {}
 
@@ -62,12 +77,20 @@ class Speculation:
         """
         guessing = [self._guessing(completion) for completion in completions]
         rates, rows = [entry.acceptance.rate for entry in guessing], [entry.row for entry in guessing]
-        lengths = [self._limit(completion) for completion in completions]
+        # What a further row takes, in terms of what a token takes without drafts: a less likely guess cannot pay.
+        without_s = float(self._cost(num_rows))
+        floor = (float(self._cost(num_rows + len(rows))) - without_s) / without_s
+        lengths = [
+            worthwhile(rate, floor, self._limit(completion))
+            for rate, completion in zip(rates, completions, strict=True)
+        ]
         per_guess_s = self._drafter.step_s / max(1, len(rows))
         if per_guess_s:  # a guess costs more than its row: first see whether it pays
-            lengths = draft_lengths(rates, lengths, num_rows, self._cost, per_guess_s)
+            lengths = draft_lengths(rates, lengths, num_rows, self._cost, per_guess_s=per_guess_s)
         proposed = self._drafter.propose(rows, lengths)
-        lengths = draft_lengths(rates, [len(draft) for draft in proposed], num_rows, self._cost)
+        lengths = draft_lengths(
+            rates, [len(draft) for draft in proposed], num_rows, self._cost, per_round_s=self._round_s
+        )
         drafts = []
         for entry, draft, length in zip(guessing, proposed, lengths, strict=True):
             if not length:
@@ -117,14 +140,14 @@ class Speculation:
         return min(self._most, params.max_tokens - len(completion.token_ids) - 1)
 
 
-def speculation_of(config: EngineConfig, runner: ModelRunner, tokenizer: Any) -> Speculation | None:
+def speculation_of(config: EngineConfig, runner: ModelRunner, sampler: Sampler, tokenizer: Any) -> Speculation | None:
     """What the engine's configuration asks for."""
     wanted = config.speculative_config
     if wanted is None:
         return None
-    cost = measured_cost(runner, config.max_num_batched_tokens)
+    cost = measured_cost(runner, sampler, config.max_num_batched_tokens)
     if wanted.method == "draft_model":
-        return Speculation(wanted, ModelDrafter(config, wanted, runner.vocab_size, tokenizer), cost)
+        return Speculation(wanted, ModelDrafter(config, wanted, runner.vocab_size, tokenizer), *cost)
     history = None
     if wanted.method == "history":
         history = HistoryStore(max_bytes=wanted.max_history_bytes)
@@ -133,20 +156,25 @@ def speculation_of(config: EngineConfig, runner: ModelRunner, tokenizer: Any) ->
     drafter = SuffixDrafter(
         wanted.method, shortest=wanted.prompt_lookup_min, longest=wanted.prompt_lookup_max, history=history
     )
-    return Speculation(wanted, drafter, cost)
+    return Speculation(wanted, drafter, *cost)
 
 
-def measured_cost(runner: ModelRunner, most: int) -> StepCost:
-    """The time of forwards and heads over single tokens, on the cache as it is before the first request."""
-    seconds = {}
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        if rows > max(most, 2):
+def measured_cost(runner: ModelRunner, sampler: Sampler, most: int) -> tuple[StepCost, float]:
+    """The time of steps over single tokens, on the cache as it is before the first request; and of a draw's start."""
+    seconds, draws = {}, {}
+    for count in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if count > max(most, 2):
             break
-        batch = runner.lay_out([ProbeChunk(ProbeSequence([0], blocks=[0]), 1, draws=True)] * rows)
+        rows = [
+            sampler.open_row(_USUAL, prompt_token_ids=[0], seed=number, completion_index=0) for number in range(count)
+        ]
+        batch = runner.lay_out([ProbeChunk(ProbeSequence([0], blocks=[0]), 1, draws=True)] * count)
         times = []
         for _ in range(4):
             start = perf_counter()
-            runner.head(runner.forward(batch, [])[batch.draw_rows])
-            times.append(perf_counter() - start)
-        seconds[rows] = min(times)
-    return StepCost(seconds)
+            head = runner.head(runner.forward(batch, [])[batch.draw_rows])
+            middle = perf_counter()
+            sampler.sample(head, rows)
+            times.append((perf_counter() - start, perf_counter() - middle))
+        seconds[count], draws[count] = min(whole for whole, _ in times), min(draw for _, draw in times)
+    return StepCost(seconds), max(0.0, 2 * draws[1] - draws[2])
