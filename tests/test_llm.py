@@ -318,3 +318,17 @@ def test_two_streams_take_turns(llm):
         for prompt, stream in streams.items():
             last[prompt] = next(stream, last.get(prompt))
     assert drawn(last.values()) == expected
+
+
+def test_closing_ends_the_calls_of_other_threads_with_what_they_have(tiny_checkpoint):
+    llm = LLM(str(tiny_checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", kv_cache_memory_bytes=2**22)
+    params = SamplingParams(max_tokens=200, ignore_eos=True, n=2)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(llm.generate, {"prompt_token_ids": [5, 6 + at]}, params, False) for at in range(2)]
+        while llm.engine.stats().num_generated_tokens < 8:
+            pass
+        llm.close()
+        for call in calls:
+            (output,) = call.result(timeout=60)
+            assert {one.finish_reason for one in output.outputs} == {"abort"}
+            assert all(len(one.token_ids) < 200 for one in output.outputs)

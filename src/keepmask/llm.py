@@ -241,9 +241,11 @@ class LLM:
             return self.engine.weight_checksums()
 
     def close(self) -> None:
-        """End every request under way. The engine goes with the object."""
+        """End every request under way: other threads get what there is of theirs. The engine goes with the object."""
         with self._turns:
             self.engine.abort_all()
+            for request_id in list(self._batch_of):
+                self._ended(request_id)
 
     def update_weights(
         self,
@@ -336,9 +338,13 @@ class LLM:
         except Exception as error:
             raise EngineError(f"the engine failed while computing a step: {type(error).__name__}: {error}") from error
         for request in requests:
-            if request.finished and (batch := self._batch_of.pop(request.request_id, None)) is not None:
-                batch.num_unfinished -= 1
+            if request.finished:
+                self._ended(request.request_id)
         return requests
+
+    def _ended(self, request_id: str) -> None:
+        if (batch := self._batch_of.pop(request_id, None)) is not None:
+            batch.num_unfinished -= 1
 
     # Between turns
 
@@ -346,7 +352,7 @@ class LLM:
         with self._turns:
             self.engine.abort([request.request_id for request in requests])
             for request in requests:
-                self._batch_of.pop(request.request_id, None)
+                self._ended(request.request_id)
 
     def _run(self, batch: _Batch, on_step: Callable[[int], None]) -> None:
         """Step until these requests are done; on_step is told how many are left after each step."""
