@@ -64,7 +64,7 @@ async def whole_answer(port: int, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = [
         "POST /inference/v1/generate HTTP/1.1",
-        "Host: bench",
+        f"Host: 127.0.0.1:{port}",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",
         "Connection: close",
